@@ -1,0 +1,56 @@
+"""The indexer answers one question: where is every byte?
+
+It reads the headers of all shards (from files or over HTTP), proves that the checkpoint is complete and
+laid out as released, and writes the catalog, which is read-only afterwards. It promises that a catalog
+never describes part of a checkpoint and never believes a number it has not checked. It knows nothing of
+caches, digests of spans or arithmetic, and never imports torch.
+"""
+
+from deltafin.indexer.build import Progress, build_catalog, check_catalog
+from deltafin.indexer.catalog import GLOBALS, Catalog, RowTable, Span, SpineGroup, Totals
+from deltafin.indexer.config import LORA_NORM_EPS, ModelConfig, parse_config
+from deltafin.indexer.layout import Place, Shard
+from deltafin.indexer.models import ModelRef, catalog_names, catalog_path, parse_model, source_of
+from deltafin.indexer.publish import clear_stale, disk_error, publish, publish_bytes, sync_directory, temporary
+from deltafin.indexer.remote import Expected, RemoteFiles, RemoteStats, RetryPolicy
+from deltafin.indexer.roles import EXPERT_PARTS, LAYER_PREFIX, ExpertPart, expert_layout
+from deltafin.indexer.sources import Location, Source, hub_files
+
+__all__ = [
+    "EXPERT_PARTS",
+    "GLOBALS",
+    "LAYER_PREFIX",
+    "LORA_NORM_EPS",
+    "Catalog",
+    "Expected",
+    "ExpertPart",
+    "Location",
+    "ModelConfig",
+    "ModelRef",
+    "Place",
+    "Progress",
+    "RemoteFiles",
+    "RemoteStats",
+    "RetryPolicy",
+    "RowTable",
+    "Shard",
+    "Source",
+    "Span",
+    "SpineGroup",
+    "Totals",
+    "build_catalog",
+    "catalog_names",
+    "catalog_path",
+    "check_catalog",
+    "clear_stale",
+    "disk_error",
+    "expert_layout",
+    "hub_files",
+    "parse_config",
+    "parse_model",
+    "publish",
+    "publish_bytes",
+    "source_of",
+    "sync_directory",
+    "temporary",
+]

@@ -1,0 +1,105 @@
+"""How a file appears under its final name: whole, or not at all.
+
+Every file that Deltafin leaves behind goes through `publish`: written under a temporary name in a
+directory of the same file system, its data synced, renamed, and the directory synced. A kill at any
+instant leaves at most a temporary file, which `clear_stale` removes once its writer is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import socket
+import time
+from pathlib import Path
+
+from deltafin.errors import DeltafinError, DiskError, NoSpace
+
+_SUFFIX = ".part"
+# Writers on another machine that shares the directory cannot be asked whether they live.
+_FOREIGN_AGE_S = 24 * 3600
+_counter = itertools.count()
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def temporary(directory: Path, stem: str) -> Path:
+    """A new name in `directory`, unique to this process, that says who writes it."""
+    host = socket.gethostname().replace(".", "_")[:40] or "host"
+    return directory / f".{stem}.{host}.{os.getpid()}.{next(_counter)}{_SUFFIX}"
+
+
+def publish(part: Path, final: Path) -> None:
+    """Makes the finished file `part` appear as `final`. On return it survives a power cut."""
+    fd = os.open(part, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(part, final)
+    sync_directory(final.parent)
+
+
+def publish_bytes(data: bytes | memoryview, final: Path) -> None:
+    """Writes a small file through `publish`."""
+    part = temporary(final.parent, final.name)
+    try:
+        with open(part, "xb") as f:
+            f.write(data)
+        publish(part, final)
+    except OSError as e:
+        raise disk_error(e, final) from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # some network file systems do not sync directories
+            raise
+    finally:
+        os.close(fd)
+
+
+def clear_stale(directory: Path) -> int:
+    """Removes temporary files whose writer no longer lives; returns how many."""
+    host = socket.gethostname().replace(".", "_")[:40] or "host"
+    removed = 0
+    try:
+        entries = list(os.scandir(directory))
+    except OSError:
+        return 0
+    for entry in entries:
+        fields = entry.name.rsplit(".", 4)
+        if not entry.name.endswith(_SUFFIX) or len(fields) != 5:
+            continue
+        with contextlib.suppress(OSError):
+            if fields[1] == host and fields[2].isdigit():
+                stale = not _lives(int(fields[2]))
+            else:
+                stale = time.time() - entry.stat().st_mtime > _FOREIGN_AGE_S
+            if stale:
+                os.unlink(entry.path)
+                removed += 1
+    return removed
+
+
+def disk_error(e: OSError, path: Path, what: str = "cannot write") -> DeltafinError:
+    """The error to raise for a failed write or read of `path`."""
+    if e.errno in _FULL:
+        return NoSpace(f"{path}: {what}: {e.strerror}; free some space or choose another place, then run it again")
+    return DiskError(f"{path}: {what}: {e.strerror or e}")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,268 @@
+"""Where a checkpoint's shards are: a directory, a Hugging Face cache snapshot, or a repository on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from deltafin.errors import BadCheckpoint, BadRequest, DiskError, NetworkError, NotFound, Refused
+from deltafin.indexer.remote import Answer, Expected, RemoteFiles, RetryPolicy
+
+K3_REPO = "moonshotai/Kimi-K3"
+K3_REVISION = "f831ab66814297da540d832a5235f8e904f29d06"
+_K3_REVISIONS = frozenset(
+    {
+        K3_REVISION,
+        "c5d1dd4c428bd1ce8b88c5044f3b6ccde9e3b721",
+        "9f62e4e9fffbd0a83ddd60e1c209d828994b3569",
+        "cdd2e49a2c1cf8d4713b513955e415ed75405a72",
+        "2496450e92e425c886db095102a52a6682ca3970",
+    }
+)
+# What the known revisions of K3 hold; identical in all of them.
+_K3_SHA256 = {
+    "config.json": "9710e121a58d03ac92c8d6da287a19541994319afbbe6d6202af001ffd379213",
+    "generation_config.json": "c6648c25e9705af7fba8847e243840d21b5cc63ddeb6297f750a7ddbb6a02836",
+    "tiktoken.model": "b6c497a7469b33ced9c38afb1ad6e47f03f5e5dc05f15930799210ec050c5103",
+}
+
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{6})\.safetensors")
+_REPO = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_SNAPSHOT = re.compile(r"models--([\w.-]+)--([\w.-]+)/snapshots/([0-9a-f]{40})", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a catalog's bytes came from; recorded in it. `path` is for directories, the rest for the hub."""
+
+    path: str | None = None
+    repo: str | None = None
+    revision: str | None = None  # as asked for
+    commit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One shard as its source lists it; None where the source does not say."""
+
+    name: str
+    nbytes: int | None
+    etag: str | None = None
+    sha256: str | None = None
+
+
+class Source(Protocol):
+    """A place with shards. `read` raises rather than returning fewer bytes."""
+
+    @property
+    def location(self) -> Location: ...
+
+    def shard_files(self) -> list[ShardFile]: ...
+
+    def read(self, shard: ShardFile, offset: int, nbytes: int) -> tuple[bytes, Answer]:
+        """Exactly `nbytes` bytes of a shard, or fewer only where the file ends before."""
+
+    def read_file(self, name: str, max_nbytes: int) -> bytes | None:
+        """A whole small file, None where the source has none of that name."""
+
+    def close(self) -> None: ...
+
+
+class DirectorySource:
+    """Shards in a local directory. In a Hugging Face cache the links' names give repository, commit and digests."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise NotFound(f"{path}: no such directory")
+        self._path = _snapshot_of(path)
+        absolute = str(self._path.resolve())
+        m = _SNAPSHOT.search(absolute)
+        self._location = (
+            Location(absolute, repo=f"{m[1]}/{m[2]}", revision=m[3], commit=m[3]) if m else Location(absolute)
+        )
+
+    @property
+    def location(self) -> Location:
+        return self._location
+
+    def shard_files(self) -> list[ShardFile]:
+        try:
+            names = sorted(os.listdir(self._path))
+        except OSError as e:
+            raise DiskError(f"{self._path}: {e.strerror}") from None
+        return [self._shard_file(name) for name in complete_set(names, str(self._path))]
+
+    def _shard_file(self, name: str) -> ShardFile:
+        path = self._path / name
+        try:
+            nbytes = path.stat().st_size
+        except OSError as e:
+            raise NotFound(f"{path}: {e.strerror}; a link into a cache that was cleaned?") from None
+        blob = path.resolve().name if path.is_symlink() else ""
+        return ShardFile(name, nbytes, sha256=blob if _SHA256.fullmatch(blob) else None)
+
+    def read(self, shard: ShardFile, offset: int, nbytes: int) -> tuple[bytes, Answer]:
+        try:
+            with open(self._path / shard.name, "rb") as f:
+                f.seek(offset)
+                return f.read(nbytes), Answer()
+        except OSError as e:
+            raise DiskError(f"{self._path / shard.name}: cannot read at {offset}: {e.strerror}") from None
+
+    def read_file(self, name: str, max_nbytes: int) -> bytes | None:
+        path = self._path / name
+        try:
+            with open(path, "rb") as f:
+                raw = f.read(max_nbytes + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise DiskError(f"{path}: {e.strerror}") from None
+        if len(raw) > max_nbytes:
+            raise BadCheckpoint(f"{path}: larger than the {max_nbytes} bytes such a file may have")
+        return raw
+
+    def close(self) -> None:
+        pass
+
+
+class HubSource:
+    """A repository at one commit. The commit is resolved once, when the source is made."""
+
+    def __init__(self, repo: str, revision: str | None, policy: RetryPolicy | None = None) -> None:
+        if not _REPO.fullmatch(repo):
+            raise BadRequest(f"{repo!r} is not a repository id like {K3_REPO}")
+        self._endpoint = hub_endpoint()
+        if revision is None and repo == K3_REPO:
+            revision = K3_REVISION
+        commit, self._listed = _resolve(repo, revision, self._endpoint)
+        self._location = Location(repo=repo, revision=revision, commit=commit)
+        self.remote = hub_files(repo, commit, policy)
+
+    @property
+    def location(self) -> Location:
+        return self._location
+
+    def shard_files(self) -> list[ShardFile]:
+        names = complete_set(sorted(self._listed), f"{self._location.repo}@{self._location.commit}")
+        return [self._listed[name] for name in names]
+
+    def read(self, shard: ShardFile, offset: int, nbytes: int) -> tuple[bytes, Answer]:
+        buffer = bytearray(nbytes)
+        expected = Expected(shard.nbytes, shard.sha256 or shard.etag, self._location.commit)
+        answer = self.remote.read_into(shard.name, offset, memoryview(buffer), expected)
+        known = answer.file_nbytes if answer.file_nbytes is not None else offset + nbytes
+        return bytes(buffer[: max(0, known - offset)]), answer
+
+    def read_file(self, name: str, max_nbytes: int) -> bytes | None:
+        listed = self._listed.get(name)
+        if listed is None:
+            return None
+        raw = self.remote.read_file(name, max_nbytes, Expected(commit=self._location.commit))
+        self._check(name, raw, listed)
+        return raw
+
+    def _check(self, name: str, raw: bytes, listed: ShardFile) -> None:
+        """A small file must be what its listing says, and for K3 what is known of the released files."""
+        want = listed.sha256
+        if self._location.repo == K3_REPO and self._location.commit in _K3_REVISIONS:
+            want = _K3_SHA256.get(name, want)
+        if want is not None:
+            got = hashlib.sha256(raw).hexdigest()
+        elif listed.etag is not None and _COMMIT.fullmatch(listed.etag):
+            want, got = listed.etag, hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
+        else:
+            return
+        if got != want:
+            raise Refused(f"{name} from {self._location.repo}: digest {got}, expected {want}; nothing of it was used")
+
+    def close(self) -> None:
+        self.remote.close()
+
+
+def complete_set(names: list[str], where: str) -> list[str]:
+    """The shards among `names`; they must be numbered 1 to N of N without a gap."""
+    shards = [m for m in map(_SHARD.fullmatch, names) if m]
+    if not shards:
+        raise NotFound(f"{where}: no files named model-00001-of-0000NN.safetensors")
+    totals = sorted({m[2] for m in shards})
+    if len(totals) > 1:
+        raise BadCheckpoint(f"{where}: shards of several checkpoints lie together (of-{', of-'.join(totals)})")
+    present = {int(m[1]) for m in shards}
+    total = int(totals[0])
+    missing = [i for i in range(1, total + 1) if i not in present] if total <= 99_999 else [0]
+    if surplus := sorted(present - set(range(1, total + 1))):
+        raise BadCheckpoint(f"{where}: model-{surplus[0]:05d}-of-{total:06d}.safetensors is no shard of {total}")
+    if missing:
+        shown = ", ".join(f"model-{i:05d}-of-{total:06d}.safetensors" for i in missing[:3])
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise BadCheckpoint(f"{where}: {len(missing)} of {total} shards are missing: {shown}{more}")
+    return sorted(m[0] for m in shards)
+
+
+def hub_endpoint() -> str:
+    """HF_ENDPOINT as set now, else huggingface_hub's default; without a trailing slash."""
+    from huggingface_hub import constants
+
+    endpoint: str = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise BadRequest(f"HF_ENDPOINT must be an address like https://huggingface.co (it is {endpoint[:80]!r})")
+    return endpoint.rstrip("/")
+
+
+def hub_files(repo: str, commit: str, policy: RetryPolicy | None = None) -> RemoteFiles:
+    """The files of a repository at a commit, with the user's token for the hub's own host."""
+    from huggingface_hub import get_token
+
+    return RemoteFiles(f"{hub_endpoint()}/{repo}/resolve/{commit}", get_token(), policy)
+
+
+def _resolve(repo: str, revision: str | None, endpoint: str) -> tuple[str, dict[str, ShardFile]]:
+    """The commit that a revision means now, and the repository's files by name."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    wanted = f"{repo}@{revision}" if revision else repo
+    try:
+        info = HfApi(endpoint=endpoint, library_name="deltafin").model_info(
+            repo, revision=revision, files_metadata=True, timeout=30
+        )
+    except GatedRepoError:
+        raise Refused(f"{repo}: gated; accept its terms on the hub and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise Refused(f"{repo}: no such repository, or it is private and HF_TOKEN is not set or not accepted") from None
+    except RevisionNotFoundError:
+        raise Refused(f"{wanted}: no such revision") from None
+    except HfHubHTTPError as e:
+        status = e.response.status_code if e.response is not None else "no answer"
+        raise NetworkError(f"{wanted}: the hub answered with status {status}; try again later") from None
+    except Exception as e:  # the hub client's own HTTP library changes between versions
+        kind = type(e).__name__
+        raise NetworkError(f"{wanted}: cannot ask the hub ({kind}); check the connection and HF_ENDPOINT") from None
+    if not info.sha or not _COMMIT.fullmatch(info.sha):
+        raise NetworkError(f"{wanted}: the hub's answer has no commit (field 'sha'), so nothing could be pinned")
+    files = {}
+    for sibling in info.siblings or []:
+        sha256 = sibling.lfs.sha256 if sibling.lfs else None
+        files[sibling.rfilename] = ShardFile(sibling.rfilename, sibling.size, sibling.blob_id, sha256)
+    return info.sha, files
+
+
+def _snapshot_of(path: Path) -> Path:
+    """A cache folder `models--ORG--NAME` stands for the snapshot that its refs/main names."""
+    main = path / "refs" / "main"
+    if path.name.startswith("models--") and main.is_file():
+        return path / "snapshots" / main.read_text().strip()
+    return path
