@@ -1,0 +1,105 @@
+"""Fetching many spans: what `df-fetch` and the start of `df-run` do."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltafin.errors import Missing
+from deltafin.store.selection import Item
+from deltafin.store.store import WORKERS, Store
+
+Landed = Callable[[Item], None]
+
+# What a measurement of the line may cost. The spans are kept, so nothing of it is wasted.
+_PROBE_S = 3.0
+_PROBE_NBYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """What a fetch would do: `items` are missing here, `present` of the asked ones are not."""
+
+    items: tuple[Item, ...]
+    present: int
+    present_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(i.span.nbytes for i in self.items)
+
+
+def plan_fetch(store: Store, items: Iterable[Item], limit_nbytes: int | None = None) -> FetchPlan:
+    """Keeps the missing ones, in order, up to `limit_nbytes` of them."""
+    missing, present, present_nbytes, total = [], 0, 0, 0
+    for item in items:
+        if store.is_local(item.span):
+            present += 1
+            present_nbytes += item.span.nbytes
+        elif limit_nbytes is None or total + item.span.nbytes <= limit_nbytes:
+            missing.append(item)
+            total += item.span.nbytes
+        else:
+            break
+    return FetchPlan(tuple(missing), present, present_nbytes)
+
+
+def fetch(store: Store, items: Sequence[Item], landed: Landed | None = None) -> None:
+    """Fetches spans in parallel, in order, each kept before it counts.
+
+    The first failure stops the rest; what landed stays. `landed` is called from one thread at a time.
+    """
+    if items and not store.may_fetch:
+        raise Missing(
+            f"{len(items)} spans ({sum(i.span.nbytes for i in items):,} bytes) are not on this machine "
+            "and fetching is off; run again without --offline and HF_HUB_OFFLINE"
+        )
+    buffers = threading.local()
+
+    def one(item: Item) -> Item:
+        buffer = getattr(buffers, "buffer", None)
+        if buffer is None or len(buffer) < item.span.nbytes:
+            buffers.buffer = buffer = bytearray(item.span.nbytes)
+        store.fetch(item.span, memoryview(buffer)[: item.span.nbytes], expert=item.address)
+        return item
+
+    waiting = iter(items)
+    flying: set[Future[Item]] = set()
+    with ThreadPoolExecutor(WORKERS, "fetch") as pool:
+        try:
+            while True:
+                while len(flying) < WORKERS and (item := next(waiting, None)) is not None:
+                    flying.add(pool.submit(one, item))
+                if not flying:
+                    return
+                done, flying = wait(flying, return_when=FIRST_COMPLETED)
+                for future in done:
+                    item = future.result()
+                    if landed is not None:
+                        landed(item)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            store.roots[0].sync()
+
+
+def measure_rate(store: Store, items: Sequence[Item], landed: Landed | None = None) -> tuple[float, int]:
+    """Fetches the first of `items` for a few seconds; returns bytes per second and how many items landed."""
+    started, nbytes, count = time.monotonic(), 0, 0
+    while count < len(items) and nbytes < _PROBE_NBYTES and time.monotonic() - started < _PROBE_S:
+        batch = items[count : count + WORKERS]
+        fetch(store, batch, landed)
+        nbytes += sum(i.span.nbytes for i in batch)
+        count += len(batch)
+    return nbytes / max(1e-9, time.monotonic() - started), count
+
+
+def free_nbytes(path: Path) -> int:
+    """Free space where `path` is or will be."""
+    while not path.exists() and path.parent != path:
+        path = path.parent
+    return shutil.disk_usage(path).free

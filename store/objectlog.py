@@ -1,0 +1,108 @@
+"""`objects.log`: which span is which object. Format: docs/store.md.
+
+Fixed records of 128 bytes with a checksum, appended by one write each. A bad record is skipped and the
+next good one is searched byte by byte, so a torn append or a flipped bit costs that record and no other.
+A record promises nothing about the disk: an object that is gone is a miss.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltafin.indexer import disk_error
+
+RECORD_NBYTES = 128
+_MAGIC = b"DfO1"
+_BODY = struct.Struct("<4sBBHQ32sQQ32s16s12x")  # magic, kind, flags, reserved, time, key, digests
+_CHECK = struct.Struct("<I")
+_KIND_OBJECT = 1
+_KEY = struct.Struct("<32sQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """The content of one span as it was published."""
+
+    sha256: bytes
+    xxh3: bytes  # XXH3-128, big-endian: quick enough to check on every first use
+    nbytes: int
+
+
+def span_key(shard_id: bytes, offset: int, nbytes: int) -> bytes:
+    """How the log names a span: the shard's identity (32 bytes), offset and length."""
+    return _KEY.pack(shard_id, offset, nbytes)
+
+
+def pack_record(key: bytes, entry: ObjectEntry) -> bytes:
+    body = _BODY.pack(_MAGIC, _KIND_OBJECT, 0, 0, int(time.time()), *_KEY.unpack(key), entry.sha256, entry.xxh3)
+    return body + _CHECK.pack(zlib.crc32(body))
+
+
+class ObjectLog:
+    """One root's log, read once and then followed. Later records of a span replace earlier ones."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: dict[bytes, ObjectEntry] = {}
+        self.bad_records = 0
+        self._read_nbytes = 0
+        self._lock = threading.Lock()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes in what was appended since, by this process or another."""
+        with self._lock:
+            try:
+                with open(self.path, "rb") as f:
+                    f.seek(self._read_nbytes)
+                    data = f.read()
+            except FileNotFoundError:
+                return
+            except OSError as e:
+                raise disk_error(e, self.path, "cannot read the object log") from None
+            self._read_nbytes += self._take(data)
+
+    def append(self, key: bytes, entry: ObjectEntry) -> None:
+        """Adds one record; it is durable together with the next sync of the file, which `sync` forces."""
+        with self._lock:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                # A torn record of a killed writer stays behind as garbage that readers step over.
+                if os.write(fd, pack_record(key, entry)) != RECORD_NBYTES:
+                    raise OSError(28, "no space left for a record")
+            finally:
+                os.close(fd)
+            self.entries[key] = entry
+
+    def sync(self) -> None:
+        try:
+            fd = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _take(self, data: bytes) -> int:
+        """Parses records from `data`; returns how many bytes are settled (a torn tail may still grow)."""
+        at = 0
+        while at + RECORD_NBYTES <= len(data):
+            body = data[at : at + _BODY.size]
+            if body[:4] == _MAGIC and zlib.crc32(body) == _CHECK.unpack_from(data, at + _BODY.size)[0]:
+                _, kind, _, _, _, shard_id, offset, nbytes, sha256, xxh3 = _BODY.unpack(body)
+                if kind == _KIND_OBJECT:
+                    self.entries[span_key(shard_id, offset, nbytes)] = ObjectEntry(sha256, xxh3, nbytes)
+                at += RECORD_NBYTES
+                continue
+            self.bad_records += 1
+            at = data.find(_MAGIC, at + 1)
+            if at < 0:
+                return max(0, len(data) - len(_MAGIC) + 1)
+        return at

@@ -1,0 +1,131 @@
+"""Opens a store for what the user calls a model, building its catalog first if there is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from deltafin.errors import Missing, NotFound
+from deltafin.indexer import (
+    Catalog,
+    Location,
+    ModelRef,
+    Progress,
+    RemoteFiles,
+    RetryPolicy,
+    build_catalog,
+    catalog_path,
+    hub_files,
+    parse_model,
+)
+from deltafin.store.roots import Root, ShardDirectory
+from deltafin.store.store import Store
+
+
+def open_store(
+    model: str,
+    *,
+    cache_dir: Path | str | None = None,
+    roots: Sequence[Path | str] = (),
+    offline: bool = False,
+    revision: str | None = None,
+    policy: RetryPolicy | None = None,
+    progress: Progress | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Store:
+    """A store for `model`: "demo", a directory of shards, a repository id or a catalog's name.
+
+    What is fetched is kept in `cache_dir` (default: DELTAFIN_CACHE, else the user's cache directory);
+    `roots` are further directories with objects or original shards, only read. `offline`, or
+    HF_HUB_OFFLINE in the environment, means that no socket is opened. `progress` counts shards while a
+    missing catalog is built. Raises NotFound, Missing, BadCatalog, BadCheckpoint, NetworkError.
+    """
+    cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache(environ)
+    offline = offline or is_offline(environ)
+    ref = parse_model(model, cache, revision=revision)
+    catalog = open_catalog(ref, cache, offline=offline, policy=policy, progress=progress)
+    try:
+        return _assemble(catalog, cache, [Path(r) for r in roots], offline, policy, environ, model)
+    except BaseException:
+        catalog.close()
+        raise
+
+
+def open_catalog(
+    ref: ModelRef, cache: Path, *, offline: bool, policy: RetryPolicy | None = None, progress: Progress | None = None
+) -> Catalog:
+    """The catalog of a model; built now if it is missing and its source is within reach."""
+    path = catalog_path(cache, ref.name)
+    if path.exists():
+        catalog = Catalog(path)
+        if ref.path is None or catalog.location.path == str(ref.path.resolve()) or _is_cache_folder(ref.path):
+            return catalog
+        catalog.close()  # the directory moved, e.g. the built-in demo with its environment
+    if not ref.indexable:
+        raise NotFound(f"{ref.asked}: there is no catalog of that name; see df-index list")
+    if offline and ref.remote:
+        raise Missing(f"{ref.asked} is not indexed on this machine; without --offline run: df-index build {ref.asked}")
+    source = ref.source(policy)
+    try:
+        build_catalog(source, path, ref.name, progress)
+    finally:
+        source.close()
+    return Catalog(path)
+
+
+def default_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """DELTAFIN_CACHE, else `deltafin` in the user's cache directory."""
+    if given := environ.get("DELTAFIN_CACHE"):
+        return Path(given).expanduser()
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "deltafin"
+
+
+def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether HF_HUB_OFFLINE asks for no network, read as huggingface_hub reads it."""
+    return environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _assemble(
+    catalog: Catalog,
+    cache: Path,
+    roots: Sequence[Path],
+    offline: bool,
+    policy: RetryPolicy | None,
+    environ: Mapping[str, str],
+    model: str,
+) -> Store:
+    location = catalog.location
+    directories = [ShardDirectory(Path(location.path), catalog, required=True)] if location.path else []
+    readable = [Root(cache, writable=True)]
+    for path in roots:
+        if not path.is_dir():
+            raise NotFound(f"--root {path}: no such directory")
+        readable.append(Root(path))
+        directories.append(ShardDirectory(path, catalog, required=False))
+    if location.path is None and (snapshot := _hub_cache_snapshot(location, environ)) is not None:
+        directories.append(ShardDirectory(snapshot, catalog, required=False))
+
+    remote = None
+    if location.path is None and not offline:
+        assert location.repo is not None and location.commit is not None
+        repo, commit = location.repo, location.commit
+
+        def remote() -> RemoteFiles:
+            return hub_files(repo, commit, policy)
+
+    return Store(catalog, readable, directories, remote, model)
+
+
+def _hub_cache_snapshot(location: Location, environ: Mapping[str, str]) -> Path | None:
+    """The snapshot of this commit that huggingface_hub keeps, if there is one."""
+    home = environ.get("HF_HOME") or str(Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
+    hub = Path(environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    assert location.repo is not None and location.commit is not None
+    snapshot = hub / f"models--{location.repo.replace('/', '--')}" / "snapshots" / location.commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def _is_cache_folder(path: Path) -> bool:
+    return path.name.startswith("models--")

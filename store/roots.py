@@ -1,0 +1,216 @@
+"""Roots: directories that hold objects, and directories of original shards read in place.
+
+An object is a file named by the SHA-256 of its content, `objects/ab/ab12..`, so any checksum tool can
+check a root. Nothing here depends on locks: writers use names of their own and rename, evicting is
+unlinking, and a file that is gone or of the wrong size is a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from deltafin.errors import BadCatalog, Corrupt, DiskError
+from deltafin.indexer import Catalog, Span, clear_stale, disk_error, publish, temporary
+from deltafin.store.objectlog import ObjectEntry, ObjectLog
+
+log = logging.getLogger(__name__)
+
+_PREFIX_NBYTES = 8  # of a shard: the header length
+
+
+class Root:
+    """A directory with objects and their log. Made on the first write if it is not there."""
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        self.path = path
+        self.writable = writable
+        if writable:
+            clear_stale(path / "tmp")
+        self.log = ObjectLog(path / "objects.log")
+        self._checked: set[bytes] = set()  # digests whose files this process has compared with their content
+
+    def find(self, key: bytes) -> ObjectEntry | None:
+        """The object of a span if it is there in full length."""
+        entry = self.log.entries.get(key)
+        if entry is None:
+            return None
+        try:
+            return entry if os.stat(self.object_path(entry)).st_size == entry.nbytes else None
+        except OSError:
+            return None
+
+    def object_path(self, entry: ObjectEntry) -> Path:
+        name = entry.sha256.hex()
+        return self.path / "objects" / name[:2] / name
+
+    def read(self, entry: ObjectEntry, view: memoryview) -> None:
+        """A whole object into `view`; compared with its digest the first time. Raises Corrupt or DiskError."""
+        read_file(self.object_path(entry), 0, view)
+        if entry.sha256 not in self._checked:
+            if xxhash.xxh3_128(view).digest() != entry.xxh3:
+                raise Corrupt(f"{self.object_path(entry)}: the content does not match its digest")
+            self._checked.add(entry.sha256)
+
+    def read_part(self, entry: ObjectEntry, at: int, view: memoryview) -> None:
+        """Bytes of an object from `at` on; the whole object is checked the first time."""
+        if entry.sha256 in self._checked:
+            read_file(self.object_path(entry), at, view)
+            return
+        whole = bytearray(entry.nbytes)
+        self.read(entry, memoryview(whole))
+        view[:] = memoryview(whole)[at : at + len(view)]
+
+    def publish(self, key: bytes, view: memoryview) -> ObjectEntry:
+        """Keeps the bytes of a span as an object. Raises NoSpace or DiskError, and then nothing has changed."""
+        entry = ObjectEntry(hashlib.sha256(view).digest(), xxhash.xxh3_128(view).digest(), len(view))
+        final = self.object_path(entry)
+        try:
+            if not self._holds(entry, view):
+                self._write(view, final)
+            self.log.append(key, entry)
+        except OSError as e:
+            raise disk_error(e, final) from None
+        self._checked.add(entry.sha256)
+        return entry
+
+    def _holds(self, entry: ObjectEntry, view: memoryview) -> bool:
+        """Whether the object is there already. A name and a length prove nothing: a damaged one is replaced."""
+        path = self.object_path(entry)
+        if not _is_whole(path, entry.nbytes):
+            return False
+        if entry.sha256 in self._checked:
+            return True
+        held = bytearray(entry.nbytes)
+        try:
+            read_file(path, 0, memoryview(held))
+        except DiskError:
+            return False
+        return held == view
+
+    def _write(self, view: memoryview, final: Path) -> None:
+        tmp = self.path / "tmp"
+        tmp.mkdir(parents=True, exist_ok=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        part = temporary(tmp, final.name[:16])
+        try:
+            with open(part, "xb", buffering=0) as f:
+                at = 0
+                while at < len(view):
+                    at += f.write(view[at:])
+            publish(part, final)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def quarantine(self, entry: ObjectEntry) -> Path:
+        """Moves a damaged object aside, so that it is a miss from now on but can be looked at."""
+        aside = self.path / "quarantine" / entry.sha256.hex()
+        self._checked.discard(entry.sha256)
+        try:
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(self.object_path(entry), aside)
+        except FileNotFoundError:
+            pass
+        except OSError as e:
+            raise disk_error(e, self.object_path(entry), "cannot move the damaged object aside") from None
+        return aside
+
+    def remove(self, entry: ObjectEntry) -> bool:
+        """Unlinks an object; readers that have it open are not disturbed. False if it was gone already."""
+        self._checked.discard(entry.sha256)
+        try:
+            os.unlink(self.object_path(entry))
+        except FileNotFoundError:
+            return False
+        except OSError as e:
+            raise disk_error(e, self.object_path(entry), "cannot remove") from None
+        return True
+
+    def object_files(self) -> Iterator[tuple[str, int]]:
+        """(name, bytes) of every file that lies among the objects, logged or not."""
+        for folder in sorted((self.path / "objects").glob("[0-9a-f][0-9a-f]")):
+            try:
+                entries = sorted(os.scandir(folder), key=lambda e: e.name)
+            except OSError as e:
+                raise disk_error(e, folder, "cannot list") from None
+            for entry in entries:
+                if entry.is_file(follow_symlinks=False):
+                    yield entry.name, entry.stat().st_size
+
+    def sync(self) -> None:
+        self.log.sync()
+
+
+class ShardDirectory:
+    """Original shards in a directory, read in place. A shard counts only if size and header are as indexed."""
+
+    def __init__(self, path: Path, catalog: Catalog, *, required: bool) -> None:
+        self.path = path
+        self._catalog = catalog
+        self._required = required  # the catalog was built from here: a change is an error, not a miss
+        self._lock = threading.Lock()
+        self._usable: dict[int, bool] = {}
+
+    def has(self, shard: int) -> bool:
+        """Whether this directory holds the shard that was indexed; looked at once."""
+        with self._lock:
+            if shard not in self._usable:
+                self._usable[shard] = self._look_at(shard)
+            return self._usable[shard]
+
+    def shard_path(self, shard: int) -> Path:
+        return self.path / self._catalog.shards[shard].name
+
+    def read(self, span: Span, at: int, view: memoryview) -> None:
+        """Bytes of a span from `at` on. Raises DiskError."""
+        read_file(self.shard_path(span.shard), span.offset + at, view)
+
+    def _look_at(self, number: int) -> bool:
+        shard, path = self._catalog.shards[number], self.shard_path(number)
+        try:
+            nbytes = path.stat().st_size
+        except OSError:
+            return False
+        same = nbytes == shard.nbytes
+        if same:
+            header = bytearray(_PREFIX_NBYTES + shard.header_nbytes)
+            read_file(path, 0, memoryview(header))
+            same = hashlib.sha256(header[_PREFIX_NBYTES:]).hexdigest() == shard.header_sha256
+        if not same and self._required:
+            raise BadCatalog(f"{path}: changed since it was indexed; rebuild the catalog with df-index build")
+        if not same:
+            log.warning("%s: not the shard that was indexed; left alone", path)
+        return same
+
+
+def read_file(path: Path, offset: int, view: memoryview) -> None:
+    """Fills `view` from a file; an error names file and offset. One retry: some drives fail once."""
+    for last_try in (False, True):
+        try:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                at = 0
+                while at < len(view):
+                    n = os.preadv(fd, [view[at:]], offset + at)
+                    if n == 0:
+                        raise OSError(5, f"the file ends at byte {offset + at}, {len(view) - at} bytes too early")
+                    at += n
+                return
+            finally:
+                os.close(fd)
+        except OSError as e:
+            if last_try:
+                raise disk_error(e, path, f"cannot read {len(view)} bytes at {offset} (errno {e.errno})") from None
+
+
+def _is_whole(path: Path, nbytes: int) -> bool:
+    try:
+        return os.stat(path).st_size == nbytes
+    except OSError:
+        return False

@@ -1,0 +1,41 @@
+"""Counters of one store: what was asked for, where it came from, and what went wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+
+class StoreStats:
+    """Thread-safe counters. `expert_reads` and `spine_reads` count visits by (layer, expert) and layer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.expert_reads: Counter[tuple[int, int]] = Counter()
+        self.spine_reads: Counter[int] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def add(self, **amounts: int) -> None:
+        with self._lock:
+            self.counts.update(amounts)
+
+    def visit_expert(self, layer: int, expert: int) -> None:
+        with self._lock:
+            self.expert_reads[layer, expert] += 1
+
+    def visit_spine(self, layer: int) -> None:
+        with self._lock:
+            self.spine_reads[layer] += 1
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters now. `*_nbytes` are bytes by source, the rest numbers of events."""
+        with self._lock:
+            fixed = dict.fromkeys(
+                ("object_spans", "object_nbytes", "shard_spans", "shard_nbytes", "http_spans", "http_nbytes"), 0
+            )
+            return {
+                **fixed,
+                **self.counts,
+                "expert_visits": self.expert_reads.total(),
+                "spine_visits": self.spine_reads.total(),
+            }
