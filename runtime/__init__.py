@@ -1,0 +1,36 @@
+"""Compute: what does the model say next?
+
+`open` a model, make a `Sequence`, feed it with `Model.forward` or continue it with `Model.generate`. A pass walks
+the layers once for any number of segments, asks the store for each layer's spine once and for each chosen expert
+once, and either advances all its sequences or none. Also here: text to ids and back, and traces of the router.
+
+The room does not know where weights come from (that is the store's) nor how output looks (that is the command
+line's). Importing it imports no torch; opening a model does.
+"""
+
+from deltafin.runtime.model import Model, open
+from deltafin.runtime.observer import Observer, Point, RowSpan
+from deltafin.runtime.segment import Logits, Segment
+from deltafin.runtime.sequence import Sequence
+from deltafin.runtime.tokenizer import StreamDecoder, Tokenizer, Utf8Stream
+from deltafin.runtime.trace import Trace, TraceHeader, TraceLine, TraceWriter, expert_uses, read_trace
+
+__all__ = [
+    "Logits",
+    "Model",
+    "Observer",
+    "Point",
+    "RowSpan",
+    "Segment",
+    "Sequence",
+    "StreamDecoder",
+    "Tokenizer",
+    "Trace",
+    "TraceHeader",
+    "TraceLine",
+    "TraceWriter",
+    "Utf8Stream",
+    "expert_uses",
+    "open",
+    "read_trace",
+]

@@ -1,0 +1,182 @@
+"""A pass: one walk through the layers with any list of segments.
+
+Each layer's spine is read once and each expert that any row chose once, whatever the number of rows. Attention
+goes segment by segment in time order; everything else is done for all rows together. States of sequences are
+read, never changed: the new ones are handed back beside them.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from contextlib import closing
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from deltafin.errors import BadRequest, NotANumber
+from deltafin.indexer import expert_layout
+from deltafin.runtime.observer import Observer, Point, RowSpan
+from deltafin.runtime.reference import head, moe
+from deltafin.runtime.reference.kda import KdaState, kda
+from deltafin.runtime.reference.mla import Latents, mla
+from deltafin.runtime.reference.mlp import mlp
+from deltafin.runtime.reference.norm import rms_norm
+from deltafin.runtime.reference.precision import full_precision
+from deltafin.runtime.reference.residual import Residual
+from deltafin.runtime.reference.spine import Spine, widen
+from deltafin.runtime.segment import Logits, Segment
+from deltafin.store import Store
+
+# One sequence's memory, layer by layer.
+State = tuple[KdaState | Latents, ...]
+
+
+class Reference:
+    """The plain backend on any torch device; `store` stays the caller's to close."""
+
+    def __init__(self, store: Store, device: str) -> None:
+        self.store = store
+        self.config = store.catalog.config
+        self.layout = expert_layout(self.config)
+        try:
+            self.device = torch.device(device)
+            torch.empty(1, device=self.device)
+        except (RuntimeError, AssertionError) as e:  # torch built without the device raises the latter
+            reason = str(e).partition("\n")[0]
+            raise BadRequest(f"device {device!r} cannot be used: {reason}") from None
+
+    def new_state(self) -> object:
+        layers = range(self.config.num_layers)
+        return tuple(KdaState.empty(self.config, self.device) if self.config.is_kda(n) else Latents() for n in layers)
+
+    def run(
+        self, segments: abc.Sequence[Segment], logits: Logits, observer: Observer | None
+    ) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
+        with full_precision(self.device):
+            return _Pass(self, segments, observer).run(logits)
+
+
+class _Pass:
+    """What the layers of one pass share."""
+
+    def __init__(self, model: Reference, segments: abc.Sequence[Segment], observer: Observer | None) -> None:
+        self.store = model.store
+        self.config = model.config
+        self.layout = model.layout
+        self.device = model.device
+        self.segments = segments
+        self.observer = observer
+        self.rows = [RowSpan(s.seq.number, len(s.seq), len(s)) for s in segments]
+        self.spans = [slice(a, b) for a, b in pairwise(accumulate((len(s) for s in segments), initial=0))]
+
+    def run(self, logits: Logits) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
+        if self.observer is not None:
+            self.observer.rows(self.rows)
+        ids = [token for segment in self.segments for token in segment.ids]
+        residual = Residual(widen(self.store.embedding(ids), self.device), self.config.rms_norm_eps)
+        before = [_state(segment) for segment in self.segments]
+        after: list[list[KdaState | Latents]] = [[] for _ in self.segments]
+        for layer in range(self.config.num_layers):
+            states = self._layer(layer, residual, [state[layer] for state in before])
+            for segment_states, state in zip(after, states, strict=True):
+                segment_states.append(state)
+        return self._logits(residual, logits), [tuple(states) for states in after]
+
+    def _layer(
+        self, layer: int, residual: Residual, states: list[KdaState | Latents]
+    ) -> abc.Sequence[KdaState | Latents]:
+        """One layer's step of the residual; returns what it will remember of each segment."""
+        if self.observer is not None:
+            self.observer.layer(layer, self.config.num_layers)
+        eps = self.config.rms_norm_eps
+        spine = Spine(self.store.spine(layer), self.device)
+
+        mixed = residual.mix(spine["self_attention_res_norm.weight"], spine["self_attention_res_proj.weight"])
+        if layer % self.config.attn_res_block_size == 0:
+            residual.close_block()  # after mixing: a boundary layer still reads the sum it closes
+        x = rms_norm(mixed, spine["input_layernorm.weight"], eps)  # [rows, hidden]
+        self._show(layer, "attn_in", x)
+        out, after = self._attention(layer, x, states, spine)
+        self._show(layer, "attn_out", out)
+        residual.add(out)
+
+        mixed = residual.mix(spine["mlp_res_norm.weight"], spine["mlp_res_proj.weight"])
+        x = rms_norm(mixed, spine["post_attention_layernorm.weight"], eps)
+        self._show(layer, "mlp_in", x)
+        out = self._moe(layer, x, spine) if self.config.is_moe(layer) else mlp(x, spine, "mlp.", self.config)
+        self._show(layer, "mlp_out", out)
+        running = residual.add(out)
+        self._show(layer, "layer_out", running)
+        self._check(running, f"layer {layer}")
+        return after
+
+    def _attention(
+        self, layer: int, x: Tensor, states: list[KdaState | Latents], spine: Spine
+    ) -> tuple[Tensor, abc.Sequence[KdaState | Latents]]:
+        if self.config.is_kda(layer):
+            memories = [s for s in states if isinstance(s, KdaState)]
+            return kda(x, self.spans, memories, spine, self.config, layer)
+        caches = [s for s in states if isinstance(s, Latents)]
+        return mla(x, self.spans, caches, spine, self.config)
+
+    def _moe(self, layer: int, x: Tensor, spine: Spine) -> Tensor:
+        scores = spine.linear("block_sparse_moe.gate.weight", x)  # [rows, experts]
+        bias = spine["block_sparse_moe.gate.e_score_correction_bias"]
+        self._check(scores + bias, f"router of layer {layer}")  # a NaN here would choose, and leave no trace
+        routes = moe.route(scores, bias, self.config.top_k, self.config.routed_scaling_factor)
+        self._show_routes(layer, routes)
+        with closing(self.store.experts(layer, routes.experts())) as landing:
+            latent, shared = moe.project(x, spine, self.config)
+            total = moe.mix_experts(latent, routes, landing, self.layout, self.config, layer)
+        return moe.unproject(total, shared, spine, self.config)
+
+    def _logits(self, residual: Residual, logits: Logits) -> npt.NDArray[np.float32] | None:
+        final = Spine(self.store.final(), self.device)
+        mixed = residual.mix(final["output_attn_res_norm.weight"], final["output_attn_res_proj.weight"])
+        y = rms_norm(mixed, final["norm.weight"], self.config.rms_norm_eps)  # [rows, hidden]
+        self._show(self.config.num_layers, "final_norm", y)
+        self._check(y, "final norm")
+        if logits == "none":
+            return None
+        rows = [span.stop - 1 for span in self.spans] if logits == "last" else list(range(y.shape[0]))
+        with closing(self.store.head()) as tiles:
+            if logits == "targets":
+                targets = [token for segment in self.segments for token in segment.targets or ()]
+                values = head.target_log_probs(y, tiles, torch.tensor(targets, device=self.device))
+            else:
+                values = head.logits(y[rows], tiles, self.config.vocab_size)
+        self._check(values.view(len(rows), -1), "head", rows)
+        return values.cpu().numpy()
+
+    def _show(self, layer: int, point: Point, values: Tensor) -> None:
+        if self.observer is not None and self.observer.wants_hidden:
+            self.observer.hidden(layer, point, values.cpu().numpy())
+
+    def _show_routes(self, layer: int, routes: moe.Routes) -> None:
+        if self.observer is not None:
+            order = routes.weights.sort(dim=1, descending=True, stable=True).indices
+            ids = routes.ids.gather(1, order).int()
+            self.observer.routes(layer, ids.cpu().numpy(), routes.weights.gather(1, order).cpu().numpy())
+
+    def _check(self, values: Tensor, where: str, rows: list[int] | None = None) -> None:
+        """NaN never heals: name the first layer and row that has one instead of answering from it.
+
+        `values` holds something of each of `rows`, or of all.
+        """
+        sound = values.isfinite().all(dim=1)
+        if sound.all():
+            return
+        row = int((~sound).nonzero()[0])
+        row = row if rows is None else rows[row]
+        number = next(n for n, span in enumerate(self.spans) if row < span.stop)
+        position = self.rows[number].position + row - self.spans[number].start
+        raise NotANumber(f"{where}: NaN or infinity in row {row} (segment {number}, position {position})")
+
+
+def _state(segment: Segment) -> State:
+    state = segment.seq.state
+    assert isinstance(state, tuple)
+    return state

@@ -1,0 +1,66 @@
+"""One conversation's state between passes."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+
+class Commit:
+    """Whether one pass has happened. All its sequences look here, so one assignment commits them together."""
+
+    __slots__ = ("done",)
+
+    def __init__(self, done: bool = False) -> None:
+        self.done = done
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    length: int
+    state: object
+    commit: Commit
+
+
+class Sequence:
+    """The tokens a model has seen in one conversation and what its layers remember of them.
+
+    Made by `Model.sequence()`, advanced only by that model's `forward`. A pass that fails, for whatever reason,
+    leaves it exactly as it was. One thread at a time.
+    """
+
+    def __init__(self, number: int, state: object, owner: object) -> None:
+        self.number = number  # counts a model's sequences from 0; traces name it
+        self.owner = owner  # the model whose backend understands `state`
+        self._ids: list[int] = []  # those beyond the committed length belong to a pass that failed
+        self._committed = _Version(0, state, Commit(done=True))
+        self._offered: _Version | None = None
+
+    def __len__(self) -> int:
+        return self._version.length
+
+    @property
+    def ids(self) -> list[int]:
+        """A copy of every token fed so far."""
+        return self._ids[: self._version.length]
+
+    @property
+    def state(self) -> object:
+        """The backend's own; nobody else looks inside."""
+        return self._version.state
+
+    def offer(self, ids: abc.Sequence[int], state: object, commit: Commit) -> None:
+        """What the sequence will be once `commit` is done; until then it stays what it is."""
+        committed = self._version
+        self._ids[committed.length :] = ids
+        self._offered = _Version(committed.length + len(ids), state, commit)
+
+    def settle(self) -> None:
+        """Let go of the state before the last pass, or of the one that a failed pass offered."""
+        self._committed = self._version
+        self._offered = None
+
+    @property
+    def _version(self) -> _Version:
+        offered = self._offered
+        return offered if offered is not None and offered.commit.done else self._committed
