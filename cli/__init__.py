@@ -1,0 +1,74 @@
+"""The commands: df-index, df-fetch, df-run. Each parses, calls one function of a room, prints.
+
+Results go to stdout, progress and statistics to stderr. Exit status: 0 done, 1 failed (one line on
+stderr says why and what to do), 2 wrong usage, 130 interrupted. Rooms are imported inside the commands,
+so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from deltafin import __version__
+from deltafin.errors import DeltafinError
+
+COMMANDS = {
+    "df-index": "where every byte of a model lies: build, show, check, list",
+    "df-fetch": "bring a model's bytes to this machine: warm, spine, all, status, verify, rm",
+    "df-run": "continue a prompt with a model",
+}
+
+_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Lists the commands, for `python -m deltafin`."""
+    print(f"deltafin {__version__}: the whole of Kimi K3 on one ordinary machine\n")
+    for name, what in COMMANDS.items():
+        print(f"  {name:10} {what}")
+    print("\nEach takes --help.")
+    return 0
+
+
+def index_main() -> None:
+    from deltafin.cli.index import index
+
+    sys.exit(_execute(index, "df-index"))
+
+
+def fetch_main() -> None:
+    from deltafin.cli.fetch import fetch
+
+    sys.exit(_execute(fetch, "df-fetch"))
+
+
+def run_main() -> None:
+    from deltafin.cli.run import run
+
+    sys.exit(_execute(run, "df-run"))
+
+
+def _execute(command: click.Command, name: str) -> int:
+    """Runs a command and turns whatever ends it into an exit status and at most one line."""
+    try:
+        result = command.main(prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as e:
+        return e.exit_code
+    except click.ClickException as e:
+        e.show()
+        return e.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print(f"\n{name}: interrupted; what was finished is kept", file=sys.stderr)
+        return _INTERRUPTED
+    except DeltafinError as e:
+        print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
+        return e.exit_status
+    except BrokenPipeError:
+        # The reader of our output has left; nothing more may be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

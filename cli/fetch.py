@@ -1,0 +1,261 @@
+"""df-fetch: bring a model's bytes to this machine, look at them, remove them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deltafin import __version__
+from deltafin.cli.options import (
+    ASK_ABOVE_NBYTES,
+    ByteSize,
+    ask,
+    cache_option,
+    fetch_with_consent,
+    json_option,
+    offline_option,
+    opened_store,
+    options,
+    print_json,
+    revision_option,
+    root_option,
+    verbose_option,
+    yes_option,
+)
+from deltafin.errors import BadRequest
+
+if TYPE_CHECKING:
+    from deltafin.indexer import Catalog
+    from deltafin.store import FetchPlan, Item
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="df-fetch")
+def fetch() -> None:
+    """Bring a model's bytes to this machine, look at them, remove them.
+
+    Whatever was fetched stays usable when a command is interrupted; run it again to go on.
+
+    Example: df-fetch status demo
+    """
+
+
+_fetching = options(revision_option, cache_option, root_option, offline_option, yes_option, verbose_option)
+_looking = options(json_option, revision_option, cache_option, root_option, verbose_option)
+_layers = click.option("--layers", metavar="LIST", help="Layers like 1-5,9 (default: all with experts).")
+_experts = click.option("--experts", metavar="LIST", help="Expert numbers like 0-15 (default: all).")
+
+
+@fetch.command("warm")
+@click.argument("model")
+@_layers
+@_experts
+@click.option(
+    "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Most used experts of a df-run trace first."
+)
+@click.option("--bytes", "limit", type=ByteSize(), metavar="SIZE", help="Stop before more than this is fetched.")
+@_fetching
+def fetch_warm(
+    model: str,
+    layers: str | None,
+    experts: str | None,
+    trace: Path | None,
+    limit: int | None,
+    revision: str | None,
+    cache_dir: Path | None,
+    roots: tuple[Path, ...],
+    offline: bool,
+    yes: bool,
+) -> None:
+    """Fetch experts by layer and number, or those that a trace used.
+
+    Example: df-fetch warm demo --layers 1-5 --experts 0-7
+    """
+    from deltafin.store import plan_fetch
+
+    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
+        items = _wanted_experts(store.catalog, layers, experts, trace)
+        plan = plan_fetch(store, items, limit)
+        fetch_with_consent(store, plan, f"experts of {model}", yes=yes)
+        _report(plan)
+
+
+def _wanted_experts(catalog: Catalog, layers: str | None, experts: str | None, trace: Path | None) -> list[Item]:
+    """The experts that the options select; with a trace only the used ones, the most used first."""
+    from deltafin.store import expert_items, pair_items, parse_numbers
+
+    config = catalog.config
+    wanted_layers = parse_numbers(layers, config.moe_layers, "--layers") if layers else list(config.moe_layers)
+    numbers = range(config.num_experts)
+    wanted_experts = parse_numbers(experts, numbers, "--experts") if experts else list(numbers)
+    if trace is None:
+        return expert_items(catalog, wanted_layers, wanted_experts)
+    from deltafin.runtime import expert_uses
+
+    uses = expert_uses(trace, config)
+    in_layers, in_experts = set(wanted_layers), set(wanted_experts)
+    ranked = sorted(uses, key=lambda pair: (-uses[pair], pair))
+    return list(pair_items(catalog, [(la, e) for la, e in ranked if la in in_layers and e in in_experts]))
+
+
+def _report(plan: FetchPlan) -> None:
+    from deltafin.cli.progress import human_nbytes
+
+    click.echo(
+        f"fetched {len(plan.items)} spans, {human_nbytes(plan.nbytes)}; "
+        f"{plan.present} spans, {human_nbytes(plan.present_nbytes)} were here already"
+    )
+
+
+@fetch.command("spine")
+@click.argument("model")
+@_fetching
+def fetch_spine(
+    model: str, revision: str | None, cache_dir: Path | None, roots: tuple[Path, ...], offline: bool, yes: bool
+) -> None:
+    """Fetch everything that is no routed expert: what every token needs.
+
+    Example: df-fetch spine demo
+    """
+    from deltafin.store import plan_fetch, spine_items
+
+    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
+        plan = plan_fetch(store, spine_items(store.catalog))
+        fetch_with_consent(store, plan, f"spine of {model}", yes=yes)
+        _report(plan)
+
+
+@fetch.command("all")
+@click.argument("model")
+@_fetching
+def fetch_all(
+    model: str, revision: str | None, cache_dir: Path | None, roots: tuple[Path, ...], offline: bool, yes: bool
+) -> None:
+    """Fetch the whole text model, shard by shard in file order.
+
+    Example: df-fetch all demo
+    """
+    from deltafin.store import all_items, plan_fetch
+
+    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
+        plan = plan_fetch(store, all_items(store.catalog))
+        fetch_with_consent(store, plan, model, yes=yes)
+        _report(plan)
+
+
+@fetch.command("status")
+@click.argument("model")
+@_looking
+def fetch_status(
+    model: str, as_json: bool, revision: str | None, cache_dir: Path | None, roots: tuple[Path, ...]
+) -> None:
+    """Show how much of MODEL is on this machine. Asks no server.
+
+    Example: df-fetch status demo --json
+    """
+    from deltafin.cli.progress import human_nbytes
+    from deltafin.store import read_status
+
+    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=True, revision=revision) as store:
+        s = read_status(store)
+    if as_json:
+        print_json(s.as_json())
+        return
+    expert_total, expert_here = s.experts * s.expert_nbytes, s.experts_present * s.expert_nbytes
+    click.echo(f"{s.model} ({s.identity})")
+    click.echo(f"  spine    {human_nbytes(s.spine_present_nbytes)} of {human_nbytes(s.spine_nbytes)}")
+    click.echo(
+        f"  experts  {s.experts_present:,} of {s.experts:,} "
+        f"({human_nbytes(expert_here)} of {human_nbytes(expert_total)})"
+    )
+    click.echo(f"  layers   {s.layers_whole} of {s.layers} whole")
+    click.echo(f"  cache    {s.cache_objects:,} objects, {human_nbytes(s.cache_nbytes)} in {s.cache_dir}")
+    click.echo(f"  free     {human_nbytes(s.free_nbytes)}")
+    for directory in s.shard_directories:
+        click.echo(f"  shards   in place in {directory}")
+
+
+@fetch.command("verify")
+@click.argument("model")
+@_looking
+def fetch_verify(
+    model: str, as_json: bool, revision: str | None, cache_dir: Path | None, roots: tuple[Path, ...]
+) -> int:
+    """Hash everything on disk and compare it with its digests. Asks no server.
+
+    Damaged objects are moved to the cache's quarantine folder; the next fetch brings them again. Exit
+    status 1 if anything was damaged.
+
+    Example: df-fetch verify demo
+    """
+    from deltafin.cli.progress import Progress, human_nbytes
+    from deltafin.store import nbytes_to_verify, verify
+
+    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=True, revision=revision) as store:
+        with Progress("verifying", nbytes_to_verify(store)) as progress:
+            report = verify(store, progress.add)
+        if as_json:
+            print_json(report.as_json())
+        else:
+            for line in report.damaged:
+                click.echo(f"damaged: {line}")
+            click.echo(f"{report.whole:,} whole ({human_nbytes(report.whole_nbytes)}), {len(report.damaged)} damaged")
+            if report.vanished:
+                click.echo(f"{report.vanished:,} objects on record are gone; they are fetched when needed")
+            if report.unknown:
+                click.echo(f"{report.unknown:,} whole objects that no record names")
+            if report.unproven_shards:
+                click.echo(f"{report.unproven_shards} local shards have no published digest to compare with")
+    return 1 if report.damaged else 0
+
+
+@fetch.command("rm")
+@click.argument("model")
+@_layers
+@_experts
+@click.option("--spine", is_flag=True, help="The spine too; alone, only the spine.")
+@click.option("--all", "everything", is_flag=True, help="Everything of MODEL.")
+@options(revision_option, cache_option, yes_option, verbose_option)
+def fetch_rm(
+    model: str,
+    layers: str | None,
+    experts: str | None,
+    spine: bool,
+    everything: bool,
+    revision: str | None,
+    cache_dir: Path | None,
+    yes: bool,
+) -> None:
+    """Remove fetched objects of MODEL from the cache. Original shards are never touched.
+
+    Example: df-fetch rm demo --layers 3 --experts 0-7
+    """
+    from deltafin.cli.progress import human_nbytes
+    from deltafin.store import all_items, expert_items, parse_numbers, removable, remove, spine_items
+
+    chosen = bool(layers or experts)
+    if not (chosen or spine or everything):
+        raise BadRequest("say what to remove: --layers, --experts, --spine or --all")
+    if everything and (chosen or spine):
+        raise BadRequest("--all leaves nothing to choose: give it alone")
+    with opened_store(model, cache_dir=cache_dir, roots=(), offline=True, revision=revision) as store:
+        catalog = store.catalog
+        if everything:
+            items = all_items(catalog)
+        else:
+            items = spine_items(catalog) if spine else []
+            if chosen:
+                config = catalog.config
+                which = parse_numbers(layers, config.moe_layers, "--layers") if layers else list(config.moe_layers)
+                numbers = range(config.num_experts)
+                items += expert_items(
+                    catalog, which, parse_numbers(experts, numbers, "--experts") if experts else numbers
+                )
+        doomed = removable(store, items)
+        nbytes = sum(entry.nbytes for entry in doomed)
+        if nbytes > ASK_ABOVE_NBYTES and not yes:
+            ask(f"{model}: {len(doomed)} objects, {human_nbytes(nbytes)}, will be removed")
+        remove(store, doomed)
+        click.echo(f"removed {len(doomed)} objects, {human_nbytes(nbytes)}")

@@ -1,0 +1,174 @@
+"""What several commands share: options, an open store, and asking before something large."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from deltafin.errors import BadRequest, NoSpace
+
+if TYPE_CHECKING:
+    from deltafin.store import FetchPlan, Item, Store
+
+# Fetching or removing more than this is announced first.
+ASK_ABOVE_NBYTES = 1_000_000_000
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+def _verbosity(ctx: click.Context, _param: click.Parameter, count: int) -> int:
+    from deltafin.cli.progress import StderrHandler
+
+    logger = logging.getLogger("deltafin")
+    logger.handlers[:] = [StderrHandler(ctx.find_root().info_name or "deltafin")]
+    logger.propagate = False
+    logger.setLevel([logging.WARNING, logging.INFO, logging.DEBUG][min(count, 2)])
+    return count
+
+
+cache_option = click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Where catalogs and fetched bytes are kept (default: DELTAFIN_CACHE, else ~/.cache/deltafin).",
+)
+root_option = click.option(
+    "--root",
+    "roots",
+    type=click.Path(path_type=Path, file_okay=False),
+    multiple=True,
+    metavar="DIR",
+    help="Another directory with objects or original shards, only read. Repeatable.",
+)
+revision_option = click.option("--revision", metavar="REV", help="Commit, tag or branch of a repository.")
+offline_option = click.option("--offline", is_flag=True, help="Open no socket; what is missing is an error.")
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask before large transfers or removals.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
+verbose_option = click.option(
+    "--verbose", "-v", count=True, callback=_verbosity, expose_value=False, is_eager=True, help="Say more on stderr."
+)
+
+
+def options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def apply(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return apply
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))
+
+
+@contextmanager
+def opened_store(
+    model: str, *, cache_dir: Path | None, roots: Sequence[Path], offline: bool, revision: str | None
+) -> Iterator[Store]:
+    """A store for a command; Ctrl-C ends its transfers at once. Builds a missing catalog, with progress."""
+    from deltafin.cli.progress import Progress
+    from deltafin.store import open_store
+
+    progress: Progress | None = None
+
+    def indexed(done: int, total: int) -> None:
+        nonlocal progress
+        progress = progress or Progress(f"indexing {model}", total, "shards")
+        progress.set(done)
+        if done == total:
+            progress.__exit__(None, None, None)
+
+    with (
+        open_store(
+            model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision, progress=indexed
+        ) as store,
+        interruptible(store),
+    ):
+        yield store
+
+
+@contextmanager
+def interruptible(store: Store) -> Iterator[None]:
+    """While inside, Ctrl-C also ends transfers that other threads wait for."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        store.interrupt()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def fetch_with_consent(store: Store, plan: FetchPlan, label: str, *, yes: bool, also_nbytes: int = 0) -> None:
+    """Fetches a plan with progress; announces it first if it is large, and then needs a yes.
+
+    `also_nbytes` is what the command may fetch later on, beyond the plan.
+    """
+    from deltafin import store as room
+    from deltafin.cli.progress import Progress, human_nbytes, human_seconds
+
+    free = room.free_nbytes(store.roots[0].path)
+    if plan.nbytes > free:
+        raise NoSpace(
+            f"{label}: {human_nbytes(plan.nbytes)} are missing, but {store.roots[0].path} has {human_nbytes(free)} "
+            "free; free some space, choose another --cache-dir, or take less"
+        )
+    items = list(plan.items)
+    with Progress(label, plan.nbytes) as progress:
+
+        def landed(item: Item) -> None:
+            progress.add(item.span.nbytes)
+
+        if plan.nbytes + also_nbytes > ASK_ABOVE_NBYTES and not yes:
+            if items:
+                # The small ones first: they tell the rate sooner, and are needed anyway.
+                items.sort(key=lambda i: i.span.nbytes)
+                rate, count = room.measure_rate(store, items, landed)
+                items = sorted(items[count:], key=lambda i: (i.span.shard, i.span.offset))
+                speed = f"at the {human_nbytes(rate)}/s just measured"
+                duration = f"about {human_seconds((plan.nbytes + also_nbytes) / rate)} {speed}"
+            else:
+                duration = "at a rate not measured yet"
+            more = f" and up to {human_nbytes(also_nbytes)} of experts as they are needed" if also_nbytes else ""
+            ask(
+                f"{label}: {human_nbytes(plan.nbytes)} to fetch{more}, {duration}; "
+                f"{human_nbytes(free)} free in {store.roots[0].path}"
+            )
+        room.fetch(store, items, landed)
+
+
+def ask(announcement: str) -> None:
+    if not sys.stdin.isatty():
+        raise BadRequest(f"{announcement}. Add --yes to go on")
+    click.echo(announcement, err=True)
+    if not click.confirm("Go on?", err=True):
+        raise click.Abort
+
+
+class ByteSize(click.ParamType[int]):
+    """500MB, 1.5TB, 20GiB or a plain number."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", str(value).strip(), re.IGNORECASE)
+        if m is None:
+            self.fail(f"{value!r} is no size; write 500MB, 1.5TB or a number of bytes", param, ctx)
+        base = 1024 if m[3] else 1000
+        return int(float(m[1]) * base ** ("KMGT".index(m[2].upper()) + 1 if m[2] else 0))

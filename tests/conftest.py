@@ -1,0 +1,130 @@
+"""What all tests share: checkpoints, a hub on loopback that can misbehave, and commands as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN_SEED = 20261129
+
+# Nothing outside may change what a test sees: neither the user's tokens and caches nor a proxy.
+for _name in list(os.environ):
+    if _name.startswith(("HF_", "HUGGING", "DELTAFIN_")) or _name.lower().endswith("_proxy"):
+        del os.environ[_name]
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # torch's idle threads would spin: ten times slower on shared cores
+
+
+def load(path: Path) -> ModuleType:
+    """A program of tools/ or tests/faults, imported by path: neither folder is a package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home(tmp_path_factory) -> Path:
+    """A home of the tests' own, so that no cache or token of the user's is read or written."""
+    home = tmp_path_factory.mktemp("home")
+    os.environ["HOME"] = str(home)
+    os.environ["HF_HOME"] = str(home / "huggingface")
+    os.environ["XDG_CACHE_HOME"] = str(home / "cache")
+    return home
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    return ROOT / "tests" / "golden"
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(golden) -> Path:
+    return golden / "tiny" / "ckpt"
+
+
+@pytest.fixture(scope="session")
+def demo_dir() -> Path:
+    return ROOT / "demo"
+
+
+@pytest.fixture(scope="session")
+def k93_dir(tmp_path_factory, make_checkpoint) -> Path:
+    """Generated (29 MB); tests/tools proves that it is the golden checkpoint, byte for byte."""
+    out = tmp_path_factory.mktemp("k93") / "ckpt"
+    make_checkpoint.generate(out, "k93", GOLDEN_SEED)
+    return out
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint() -> ModuleType:
+    return load(ROOT / "tools" / "make_checkpoint.py")
+
+
+@pytest.fixture(scope="session")
+def make_fullsize() -> ModuleType:
+    return load(ROOT / "tools" / "make_fullsize.py")
+
+
+@pytest.fixture(scope="session")
+def demo_tool() -> ModuleType:
+    return load(ROOT / "tools" / "demo.py")
+
+
+@pytest.fixture(scope="session")
+def range_server() -> ModuleType:
+    return load(ROOT / "tests" / "faults" / "faulty_range_server.py")
+
+
+@pytest.fixture
+def hub(range_server, monkeypatch) -> Iterator[Callable[..., object]]:
+    """`hub(directory, mode, **args)` starts a hub stand-in that HF_ENDPOINT points to until the test ends."""
+    running = []
+
+    def start(root: Path, mode: str = "ok", **args: object):
+        server = range_server.FaultServer(root=str(root), mode=mode, args={k: str(v) for k, v in args.items()})
+        server.__enter__()
+        running.append(server)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        return server
+
+    yield start
+    for server in running:
+        server.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def open_model(tmp_path_factory) -> Callable[..., object]:
+    """`open_model(model, **keywords)` is deltafin.open with one cache for the whole run."""
+    import deltafin
+
+    cache = tmp_path_factory.mktemp("cache")
+
+    def open_(model: str | Path, **keywords: object):
+        return deltafin.open(model, **{"cache_dir": cache, **keywords})
+
+    return open_
+
+
+@pytest.fixture
+def command(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`command("df-run", "demo", ..)` runs an installed command in a process of its own, with a fresh cache."""
+
+    def run(name: str, *args: object, cache: Path | None = None, **keywords) -> subprocess.CompletedProcess[str]:
+        program = Path(sys.executable).with_name(name)
+        words = [str(program), *map(str, args)]
+        env = {**os.environ, "DELTAFIN_CACHE": str(cache or tmp_path / "cache"), **keywords.pop("env", {})}
+        return subprocess.run(words, capture_output=True, text=True, timeout=240, env=env, **keywords)
+
+    return run
