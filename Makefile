@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Everything that decides what is installed; a change of one of these installs again.
-INPUTS := setup.cfg setup.py pyproject.toml constraints.txt
+INPUTS := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard cext/*.c cext/*.h)
 
 .PHONY: demo test test-all lint dev clean
 
@@ -20,7 +20,7 @@ lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p build/mypy && ln -sfn ../.. build/mypy/deltafin
-	MYPYPATH=build/mypy $(BIN)/mypy -p deltafin.cli -p deltafin.indexer -p deltafin.store -p deltafin.runtime \
+	MYPYPATH=build/mypy $(BIN)/mypy -p deltafin.cext -p deltafin.cli -p deltafin.indexer -p deltafin.store -p deltafin.runtime \
 		-m deltafin -m deltafin.errors -m deltafin.__main__
 	MYPYPATH=build/mypy $(BIN)/mypy tools
 
