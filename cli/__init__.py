@@ -1,4 +1,4 @@
-"""The commands: df-index, df-fetch, df-run. Each parses, calls one function of a room, prints.
+"""The commands: df-index, df-fetch, df-run, df-bench. Each parses, calls one function of a room, prints.
 
 Results go to stdout, progress and statistics to stderr. Exit status: 0 done, 1 failed (one line on
 stderr says why and what to do), 2 wrong usage, 130 interrupted. Rooms are imported inside the commands,
@@ -19,6 +19,7 @@ COMMANDS = {
     "df-index": "where every byte of a model lies: build, show, check, list",
     "df-fetch": "bring a model's bytes to this machine: warm, spine, all, status, verify, rm",
     "df-run": "continue a prompt with a model",
+    "df-bench": "measure this machine in the terms the engine works in: kernels",
 }
 
 _INTERRUPTED = 130
@@ -49,6 +50,12 @@ def run_main() -> None:
     from deltafin.cli.run import run
 
     sys.exit(_execute(run, "df-run"))
+
+
+def bench_main() -> None:
+    from deltafin.cli.bench import bench
+
+    sys.exit(_execute(bench, "df-bench"))
 
 
 def _execute(command: click.Command, name: str) -> int:

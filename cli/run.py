@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -52,7 +53,13 @@ if TYPE_CHECKING:
 @click.option(
     "--trace", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write router choices to FILE."
 )
-@click.option("--device", default="cpu", show_default=True, metavar="NAME", help="torch device that computes.")
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="NAME",
+    help="What computes: cpu (native kernels), torch, or a torch device.",
+)
 @options(json_option, revision_option, cache_option, root_option, offline_option, yes_option, verbose_option)
 def run(
     model: str,
@@ -82,6 +89,8 @@ def run(
     # torch's idle threads would spin. With the cores shared by another program that made a token of the
     # demo 10 times slower (1.1 s in place of 0.15 s); with the cores to itself it costs nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # a model writes what it likes, whatever the locale has letters for
     text = _prompt_text(stdin, prompt, prompt_file, prompt_ids)
     if as_json and as_ids:
         raise BadRequest("--ids has no effect with --json, which always has both")
@@ -111,6 +120,8 @@ def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: Path | None
     if prompt_ids is not None:
         return None
     from_stdin = prompt_file is None or str(prompt_file) == "-"
+    if from_stdin and sys.stdin is None:
+        raise BadRequest("stdin is closed; give the prompt with --prompt or --prompt-file")
     try:
         raw = sys.stdin.buffer.read() if from_stdin or prompt_file is None else prompt_file.read_bytes()
         return raw.decode()
@@ -184,7 +195,8 @@ def _generate(engine: Model, ids: Sequence[int], max_new: int, trace: Path | Non
                 outcome.text += printer.push(token, last=outcome.stopped)
         finally:
             watch.clear()
-            outcome.text += printer.finish()
+            if outcome.ids:
+                outcome.text += printer.finish()
     return outcome
 
 

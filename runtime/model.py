@@ -11,7 +11,7 @@ from typing import Literal, Self, overload
 import numpy as np
 import numpy.typing as npt
 
-from deltafin.errors import BadCheckpoint, BadRequest
+from deltafin.errors import BadCheckpoint, BadRequest, DeltafinError
 from deltafin.indexer import ModelConfig
 from deltafin.runtime.backend import Backend
 from deltafin.runtime.observer import Observer
@@ -51,14 +51,11 @@ class Model:
     """
 
     def __init__(self, store: Store, *, device: str = "cpu") -> None:
-        # torch takes seconds to import; commands that only read traces or tokenizers never pay for it.
-        from deltafin.runtime.reference import Reference
-
         self.store = store
         self.config: ModelConfig = store.catalog.config
         self.tokenizer = _tokenizer(store, self.config)
         self.stop_ids = _stop_ids(store, self.config, self.tokenizer)
-        self._backend: Backend = Reference(store, device)
+        self._backend = _backend(store, device)
         self._sequences = 0
         self._closed = False
 
@@ -153,6 +150,21 @@ class Model:
             if token in stop_ids:
                 return
             ids = [token]
+
+
+def _backend(store: Store, device: str) -> Backend:
+    """The CPU's own kernels for "cpu"; the plain torch implementation for "torch" (on the CPU) and torch's devices."""
+    if device == "cpu":
+        try:
+            from deltafin.runtime.native import Native
+        except ImportError as e:
+            raise DeltafinError(f"the native kernels cannot be loaded ({e}); reinstall Deltafin") from None
+        return Native(store)
+    try:
+        from deltafin.runtime.reference import Reference
+    except ImportError:
+        raise BadRequest(f"device {device!r} needs PyTorch; install it with: pip install 'deltafin[torch]'") from None
+    return Reference(store, "cpu" if device == "torch" else device)
 
 
 def _tokenizer(store: Store, config: ModelConfig) -> Tokenizer | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import abc
 from contextlib import closing
-from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from deltafin.errors import BadRequest, NotANumber
 from deltafin.indexer import expert_layout
-from deltafin.runtime.observer import Observer, Point, RowSpan
+from deltafin.runtime.observer import Observer, Point
 from deltafin.runtime.reference import head, moe
 from deltafin.runtime.reference.kda import KdaState, kda
 from deltafin.runtime.reference.mla import Latents, mla
@@ -27,6 +26,7 @@ from deltafin.runtime.reference.norm import rms_norm
 from deltafin.runtime.reference.precision import full_precision
 from deltafin.runtime.reference.residual import Residual
 from deltafin.runtime.reference.spine import Spine, widen
+from deltafin.runtime.rows import Rows
 from deltafin.runtime.segment import Logits, Segment
 from deltafin.store import Store
 
@@ -69,14 +69,12 @@ class _Pass:
         self.device = model.device
         self.segments = segments
         self.observer = observer
-        self.rows = [RowSpan(s.seq.number, len(s.seq), len(s)) for s in segments]
-        self.spans = [slice(a, b) for a, b in pairwise(accumulate((len(s) for s in segments), initial=0))]
+        self.rows = Rows(segments)
 
     def run(self, logits: Logits) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
         if self.observer is not None:
-            self.observer.rows(self.rows)
-        ids = [token for segment in self.segments for token in segment.ids]
-        residual = Residual(widen(self.store.embedding(ids), self.device), self.config.rms_norm_eps)
+            self.observer.rows(self.rows.observed)
+        residual = Residual(widen(self.store.embedding(self.rows.ids), self.device), self.config.rms_norm_eps)
         before = [_state(segment) for segment in self.segments]
         after: list[list[KdaState | Latents]] = [[] for _ in self.segments]
         for layer in range(self.config.num_layers):
@@ -118,9 +116,9 @@ class _Pass:
     ) -> tuple[Tensor, abc.Sequence[KdaState | Latents]]:
         if self.config.is_kda(layer):
             memories = [s for s in states if isinstance(s, KdaState)]
-            return kda(x, self.spans, memories, spine, self.config, layer)
+            return kda(x, self.rows.spans, memories, spine, self.config, layer)
         caches = [s for s in states if isinstance(s, Latents)]
-        return mla(x, self.spans, caches, spine, self.config)
+        return mla(x, self.rows.spans, caches, spine, self.config)
 
     def _moe(self, layer: int, x: Tensor, spine: Spine) -> Tensor:
         scores = spine.linear("block_sparse_moe.gate.weight", x)  # [rows, experts]
@@ -141,7 +139,7 @@ class _Pass:
         self._check(y, "final norm")
         if logits == "none":
             return None
-        rows = [span.stop - 1 for span in self.spans] if logits == "last" else list(range(y.shape[0]))
+        rows = self.rows.last if logits == "last" else list(range(self.rows.count))
         with closing(self.store.head()) as tiles:
             if logits == "targets":
                 targets = [token for segment in self.segments for token in segment.targets or ()]
@@ -171,9 +169,7 @@ class _Pass:
             return
         row = int((~sound).nonzero()[0])
         row = row if rows is None else rows[row]
-        number = next(n for n, span in enumerate(self.spans) if row < span.stop)
-        position = self.rows[number].position + row - self.spans[number].start
-        raise NotANumber(f"{where}: NaN or infinity in row {row} (segment {number}, position {position})")
+        raise NotANumber(f"{where}: NaN or infinity in {self.rows.name(row)}")
 
 
 def _state(segment: Segment) -> State:

@@ -34,6 +34,19 @@ def k93(open_model, k93_dir) -> Iterator[Model]:
 
 
 @pytest.fixture(scope="session")
+def tiny_torch(open_model, tiny_dir) -> Iterator[Model]:
+    """On the plain torch implementation, the second opinion."""
+    with open_model(tiny_dir, device="torch") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def k93_torch(open_model, k93_dir) -> Iterator[Model]:
+    with open_model(k93_dir, device="torch") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def demo(open_model, demo_dir) -> Iterator[Model]:
     with open_model(demo_dir) as model:
         yield model

@@ -31,11 +31,11 @@ class Set:
 LIMITS = {"tiny": (1e-3, 1e-4, 3e-5, 1e-4), "k93": (2e-2, 1e-3, 3e-4, 3e-4)}
 
 
-@pytest.fixture(scope="module", params=["tiny", "k93"])
+@pytest.fixture(scope="module", params=["tiny", "k93", "tiny-torch", "k93-torch"])
 def computed(request, golden, new_recorder) -> Set:
     """Every prompt once, as one pass from an empty sequence, with all that an observer sees."""
-    name = request.param
-    model = request.getfixturevalue(name)
+    name, _, torch = request.param.partition("-")
+    model = request.getfixturevalue(f"{name}_torch" if torch else name)
     arrays = dict(np.load(golden / name / "golden.npz"))
     logits, seen = [], []
     for k in range(4):

@@ -25,3 +25,13 @@ def test_everything_the_door_promises_is_there():
 
     for name in room.__all__:
         assert getattr(room, name) is not None
+
+
+def test_running_a_model_on_the_cpu_imports_no_torch(tmp_path):
+    program = (
+        "import sys, atexit; sys.argv = ['df-run', 'demo', '--prompt', '47 + 38 =', '--max-new', '3'];"
+        f"sys.argv += ['--cache-dir', {str(tmp_path)!r}];"
+        "atexit.register(lambda: print('torch' in sys.modules));"
+        "from deltafin.cli import run_main; run_main()"
+    )
+    assert _run(program).split() == ["85", "False"]

@@ -1,0 +1,107 @@
+"""Kimi Delta Attention by its recurrence, in prefill as in decode; states double-buffered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltafin.cext import _math
+from deltafin.errors import BadCheckpoint
+from deltafin.indexer import LAYER_PREFIX, ModelConfig
+from deltafin.runtime.native.products import Floats, Spine
+
+
+@dataclass(frozen=True, slots=True)
+class KdaState:
+    """One sequence in one layer. A pass writes the next state into the buffers of the one before this."""
+
+    history: Floats  # [conv_kernel - 1, 3 * width], q, k and v before the convolution, oldest first
+    memory: Floats  # [heads, key, value]
+    spare: tuple[Floats, Floats] | None = None  # history and memory that nobody reads any more
+
+    @staticmethod
+    def empty(config: ModelConfig) -> KdaState:
+        heads, dim = config.kda_heads, config.kda_head_dim
+        return KdaState(
+            history=np.zeros((config.conv_kernel - 1, 3 * config.kda_width), np.float32),
+            memory=np.zeros((heads, dim, dim), np.float32),
+        )
+
+    def successor(self) -> KdaState:
+        """The state after this one, still to be written. This one stays whole until that one is in use itself."""
+        history, memory = self.spare or (np.empty_like(self.history), np.empty_like(self.memory))
+        return KdaState(history, memory, (self.history, self.memory))
+
+
+@dataclass(frozen=True, slots=True)
+class KdaRows:
+    """What the recurrence reads of some rows; kept, it replays any prefix of them from the state before."""
+
+    inputs: tuple[Floats, Floats, Floats]  # q, k, v before the convolution, each [rows, width]
+    q: Floats  # [rows, width], like k and v after convolution and normalisation
+    k: Floats
+    v: Floats
+    alpha: Floats  # [rows, width]
+    beta: Floats  # [rows, heads]
+
+    def advance(self, state: KdaState, out: Floats, count: int) -> KdaState:
+        """The state after the first `count` rows; `out` [count, width] gets what they read."""
+        after = state.successor()
+        rows = slice(0, count)
+        _math.kda_recur(
+            out, after.memory, state.memory,
+            self.q[rows], self.k[rows], self.v[rows], self.alpha[rows], self.beta[rows],
+        )  # fmt: skip
+        q_in, k_in, v_in = self.inputs
+        _math.kda_history(after.history, state.history, q_in[rows], k_in[rows], v_in[rows])
+        return after
+
+
+def kda(
+    x: Floats, spans: list[slice], states: list[KdaState], spine: Spine, config: ModelConfig, layer: int
+) -> tuple[Floats, list[KdaState]]:
+    """Attention's output [rows, hidden] and each segment's state after its rows; `spans` are the segments' rows."""
+    q_in, k_in, v_in = (spine.linear(f"self_attn.{n}_proj.weight", x) for n in "qkv")  # each [rows, width]
+    z = spine.linear("self_attn.f_b_proj.weight", spine.linear("self_attn.f_a_proj.weight", x))  # [rows, width]
+    b = spine.linear("self_attn.b_proj.weight", x)  # [rows, heads]
+    alpha, beta = np.empty_like(z), np.empty_like(b)
+    rate, bias = per_head(spine.floats("self_attn.A_log"), config.kda_heads, layer), spine.floats("self_attn.dt_bias")
+    _math.kda_gates(alpha, beta, z, b, rate, bias, config.gate_lower_bound)
+
+    read = np.empty_like(z)  # [rows, width]
+    after: list[KdaState] = []
+    for span, state in zip(spans, states, strict=True):
+        inputs = (q_in[span], k_in[span], v_in[span])
+        rows = _prepare(inputs, alpha[span], beta[span], state, spine, config)
+        after.append(rows.advance(state, read[span], span.stop - span.start))
+
+    gate = spine.linear("self_attn.g_proj.weight", x)
+    _math.kda_output(read, read, gate, spine.floats("self_attn.o_norm.weight"), config.rms_norm_eps)
+    return spine.linear("self_attn.o_proj.weight", read), after
+
+
+def _prepare(
+    inputs: tuple[Floats, Floats, Floats],
+    alpha: Floats,
+    beta: Floats,
+    state: KdaState,
+    spine: Spine,
+    config: ModelConfig,
+) -> KdaRows:
+    q, k, v = (np.empty_like(i) for i in inputs)
+    q_taps, k_taps, v_taps = (spine.floats(f"self_attn.{n}_conv1d.weight") for n in "qkv")
+    _math.kda_prepare(q, k, v, *inputs, state.history, q_taps, k_taps, v_taps, config.kda_heads)
+    return KdaRows(inputs, q, k, v, alpha, beta)
+
+
+def per_head(stored: Floats, heads: int, layer: int) -> Floats:
+    """A_log is one value per head, stored with head_dim entries; the rest must be the padding it is taken for."""
+    padding = np.flatnonzero(stored[heads:])
+    if len(padding):
+        at = heads + int(padding[0])
+        raise BadCheckpoint(
+            f"{LAYER_PREFIX}{layer}.self_attn.A_log: entry {at} is {float(stored[at]):g}; "
+            f"expected zero padding after the {heads} heads"
+        )
+    return stored[:heads]

@@ -1,0 +1,67 @@
+"""Gated multi-head latent attention, absorbed, over a float32 latent cache in fixed blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltafin.cext import _math
+from deltafin.indexer import LORA_NORM_EPS, ModelConfig
+from deltafin.runtime.native.products import Floats, Spine
+
+KEY_BLOCK = 256  # part of the arithmetic: softmax goes block by block, counted from position 0
+# Queries that are absorbed at once: 14 MB with K3's 96 heads.
+QUERY_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """One sequence's cache in one layer: rows of [latent | key part] in blocks of KEY_BLOCK.
+
+    Growing writes only rows beyond `length`, which belong to nobody yet, so an older `Latents` over the
+    same blocks still says what it said. Blocks rather than one array: growing never copies a long context.
+    """
+
+    blocks: tuple[Floats, ...] = ()  # each [KEY_BLOCK, kv_lora + rope]
+    length: int = 0
+
+    def extended(self, rows: Floats) -> Latents:
+        blocks, length = list(self.blocks), self.length
+        while len(rows):
+            at = length % KEY_BLOCK
+            if at == 0:
+                blocks.append(np.empty((KEY_BLOCK, rows.shape[1]), np.float32))
+            some, rows = rows[: KEY_BLOCK - at], rows[KEY_BLOCK - at :]
+            blocks[-1][at : at + len(some)] = some
+            length += len(some)
+        return Latents(tuple(blocks), length)
+
+
+def mla(
+    x: Floats, spans: list[slice], states: list[Latents], spine: Spine, config: ModelConfig
+) -> tuple[Floats, list[Latents]]:
+    """Attention's output [rows, hidden] and each segment's cache with its rows appended."""
+    rows, heads, rank, rope = x.shape[0], config.mla_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    low = spine.norm("self_attn.q_a_layernorm.weight", spine.linear("self_attn.q_a_proj.weight", x), LORA_NORM_EPS)
+    q = spine.linear("self_attn.q_b_proj.weight", low).reshape(rows, heads, config.q_head_dim)
+    cached = np.empty((rows, rank + rope), np.float32)
+    kv = spine.linear("self_attn.kv_a_proj_with_mqa.weight", x)  # [rows, rank + rope]
+    _math.mla_latents(cached, kv, spine.bits("self_attn.kv_a_layernorm.weight"), LORA_NORM_EPS)
+    kv_b = spine.bits("self_attn.kv_b_proj.weight")  # [heads * (nope + v), rank]
+
+    out = np.empty((rows, heads * config.v_head_dim), np.float32)
+    after: list[Latents] = []
+    for span, state in zip(spans, states, strict=True):
+        keys = state.extended(cached[span])
+        for first in range(span.start, span.stop, QUERY_BLOCK):
+            some = slice(first, min(first + QUERY_BLOCK, span.stop))
+            query = np.empty((some.stop - first, heads, rank + rope), np.float32)
+            _math.mla_absorb(query, q[some], kv_b)
+            attended = np.empty((some.stop - first, heads, rank), np.float32)
+            _math.mla_attend(attended, query, keys.blocks, state.length + first - span.start)
+            _math.mla_values(out[some], attended, kv_b)
+        after.append(keys)
+
+    _math.sigmoid_gate(out, out, spine.linear("self_attn.g_proj.weight", x))
+    return spine.linear("self_attn.o_proj.weight", out), after
