@@ -11,6 +11,7 @@ is why errors of the HTTP library are named by kind and never quoted.
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import logging
 import random
@@ -104,6 +105,7 @@ class RemoteFiles:
         self._links: dict[str, str] = {}  # file -> where it was found: a signed link, or the hub itself
         self._asking: dict[str, threading.Lock] = {}  # file -> held while one thread asks the hub for it
         self._resume_at = 0.0  # time.monotonic() before which no thread may send
+        self._bodies: set[requests.Response] = set()  # being read; a silent or slow one is cut off by `stop`
         self._stopped = threading.Event()
         self._ever_answered = False
 
@@ -115,6 +117,11 @@ class RemoteFiles:
     def stop(self) -> None:
         """Ends waits and transfers of all threads soon; they raise NetworkError."""
         self._stopped.set()
+        # Without the lock, which the thread that a signal interrupts may hold. Copying a set is one step.
+        for response in self._bodies.copy():
+            # It may have ended meanwhile; urllib3 before 2.3 cannot do this, and there the read timeout ends it.
+            with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+                response.raw.shutdown()
 
     def close(self) -> None:
         self.stop()
@@ -291,19 +298,25 @@ class RemoteFiles:
     def _pieces(self, response: requests.Response, nbytes: int) -> Iterator[bytes]:
         """The body in pieces, at most `nbytes` of it; a broken connection ends the attempt."""
         left = nbytes
-        while left:
-            if self._stopped.is_set():
-                raise NetworkError("stopped")
-            try:
-                piece = response.raw.read(min(left, READ_NBYTES))
-            except (urllib3.exceptions.HTTPError, OSError) as e:
-                raise _Again(_kind(e)) from None
-            if not piece:
-                return
-            left -= len(piece)
+        with self._lock:
+            self._bodies.add(response)
+        try:
+            while left:
+                if self._stopped.is_set():
+                    raise NetworkError("stopped")
+                try:
+                    piece = response.raw.read(min(left, READ_NBYTES))
+                except (urllib3.exceptions.HTTPError, OSError) as e:
+                    raise _Again(_kind(e)) from None
+                if not piece:
+                    return
+                left -= len(piece)
+                with self._lock:
+                    self.stats.nbytes += len(piece)
+                yield piece
+        finally:
             with self._lock:
-                self.stats.nbytes += len(piece)
-            yield piece
+                self._bodies.discard(response)
 
     def _forget_link(self, file: str) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import urllib.parse
@@ -12,6 +13,8 @@ from typing import Protocol
 
 from deltafin.errors import BadCheckpoint, BadRequest, DiskError, NetworkError, NotFound, Refused
 from deltafin.indexer.remote import Answer, Expected, RemoteFiles, RetryPolicy
+
+log = logging.getLogger(__name__)
 
 K3_REPO = "moonshotai/Kimi-K3"
 K3_REVISION = "f831ab66814297da540d832a5235f8e904f29d06"
@@ -143,6 +146,9 @@ class HubSource:
         if revision is None and repo == K3_REPO:
             revision = K3_REVISION
         commit, self._listed = _resolve(repo, revision, self._endpoint)
+        if revision is not None and _COMMIT.fullmatch(revision) and commit != revision:
+            # Everything is asked of the commit that was answered, so nothing is mixed; but it is not what was wanted.
+            log.warning("%s: asked for commit %s, the hub has %s", repo, revision, commit)
         self._location = Location(repo=repo, revision=revision, commit=commit)
         self.remote = hub_files(repo, commit, policy)
 
@@ -235,6 +241,7 @@ def _resolve(repo: str, revision: str | None, endpoint: str) -> tuple[str, dict[
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     wanted = f"{repo}@{revision}" if revision else repo
+    hub = urllib.parse.urlsplit(endpoint).hostname
     try:
         info = HfApi(endpoint=endpoint, library_name="deltafin").model_info(
             repo, revision=revision, files_metadata=True, timeout=30
@@ -247,12 +254,12 @@ def _resolve(repo: str, revision: str | None, endpoint: str) -> tuple[str, dict[
         raise Refused(f"{wanted}: no such revision") from None
     except HfHubHTTPError as e:
         status = e.response.status_code if e.response is not None else "no answer"
-        raise NetworkError(f"{wanted}: the hub answered with status {status}; try again later") from None
+        raise NetworkError(f"{wanted}: {hub} answered with status {status}; try again later") from None
     except Exception as e:  # the hub client's own HTTP library changes between versions
         kind = type(e).__name__
-        raise NetworkError(f"{wanted}: cannot ask the hub ({kind}); check the connection and HF_ENDPOINT") from None
+        raise NetworkError(f"{wanted}: cannot ask {hub} ({kind}); check the connection and HF_ENDPOINT") from None
     if not info.sha or not _COMMIT.fullmatch(info.sha):
-        raise NetworkError(f"{wanted}: the hub's answer has no commit (field 'sha'), so nothing could be pinned")
+        raise NetworkError(f"{wanted}: the answer of {hub} has no commit (field 'sha'), so nothing could be pinned")
     files = {}
     for sibling in info.siblings or []:
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
