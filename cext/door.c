@@ -1,4 +1,5 @@
 #include "door.h"
+#include "fpenv.h"
 
 #include <string.h>
 
@@ -161,7 +162,9 @@ int door_float(PyObject *arg, const char *name, float *out)
         PyErr_Format(PyExc_ValueError, "%s is not a number", name);
         return -1;
     }
+    fpenv found = fpenv_enter(); /* a caller in another rounding mode gets the same constant */
     *out = (float)value;
+    fpenv_leave(found);
     return 0;
 }
 

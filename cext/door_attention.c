@@ -1,5 +1,6 @@
 /* The Python side of KDA and MLA. Methods are described in door_vector.c. */
 #include "door_vector.h"
+#include "fpenv.h"
 
 #include <math.h>
 #include <string.h>
@@ -47,6 +48,15 @@ static int prepare_check(const struct door_array *a, size_t heads)
     return 0;
 }
 
+/* 1 / sqrt(n), computed in double and rounded, whatever the caller's rounding mode. */
+static float inverse_root(size_t n)
+{
+    fpenv found = fpenv_enter();
+    float scale = (float)(1.0 / sqrt((double)n));
+    fpenv_leave(found);
+    return scale;
+}
+
 PyObject *door_kda_prepare(FAST_ARGS)
 {
     static const struct door_spec specs[] = {
@@ -73,7 +83,7 @@ PyObject *door_kda_prepare(FAST_ARGS)
                 .tap_count = a[6].shape[0] + 1,
                 .dim = dim,
                 .unit = i < 2,
-                .scale = i == 0 ? (float)(1.0 / sqrt((double)dim)) : 1.0f,
+                .scale = i == 0 ? inverse_root(dim) : 1.0f,
             };
         job.block_rows = grain && grain / dim < CONV_ROWS ? grain / dim + 1 : CONV_ROWS;
         job.blocks = parts(job.rows, job.block_rows);
@@ -146,6 +156,8 @@ PyObject *door_kda_gates(FAST_ARGS)
         PyErr_Format(PyExc_ValueError, "z is %zu wide, which is not %zu heads", width, job.heads);
     else if (a[4].shape[0] < job.heads)
         PyErr_Format(PyExc_ValueError, "a_log must hold at least %zu values, not %zu", job.heads, a[4].shape[0]);
+    else if (door_overlap(&a[0], &a[3]))
+        PyErr_SetString(PyExc_ValueError, "alpha and b share memory");
     else if (door_same_shape(&a[0], &a[2]) == 0 && door_same_shape(&a[1], &a[3]) == 0 &&
              door_dim(&a[3], 0, a[2].shape[0]) == 0 && door_dim(&a[5], 0, width) == 0 && door_at_most(&a[3], 1, MOST_WIDTH) == 0) {
         job.dim = width / job.heads;
@@ -352,7 +364,7 @@ PyObject *door_mla_absorb(FAST_ARGS)
                     .rope = rope,
                     .v = head_rows - nope,
                     .rank = rank,
-                    .scale = (float)(1.0 / sqrt((double)q_width))},
+                    .scale = inverse_root(q_width)},
             .blocks = parts(rank, MLA_COLUMNS),
         };
         if (nope > MOST_HEAD_DIM) {

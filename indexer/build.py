@@ -14,7 +14,7 @@ from deltafin.indexer.catalog import Catalog, write_catalog
 from deltafin.indexer.config import parse_config
 from deltafin.indexer.headers import HeaderTensor, show
 from deltafin.indexer.layout import read_layout
-from deltafin.indexer.publish import clear_stale, disk_error
+from deltafin.indexer.publish import clear_stale, disk_error, make_directory
 from deltafin.indexer.sources import ShardFile, Source
 
 Progress = Callable[[int, int], None]  # shards done, shards in all
@@ -100,7 +100,7 @@ def _read_files(source: Source) -> dict[str, bytes]:
 
 def _make_directory(directory: Path) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
     except OSError as e:
         raise disk_error(e, directory, "cannot make the directory") from None
 

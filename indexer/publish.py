@@ -11,6 +11,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -26,8 +27,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def temporary(directory: Path, stem: str) -> Path:
     """A new name in `directory`, unique to this process, that says who writes it."""
-    host = socket.gethostname().replace(".", "_")[:40] or "host"
-    return directory / f".{stem}.{host}.{os.getpid()}.{next(_counter)}{_SUFFIX}"
+    return directory / f".{stem}.{_host()}.{os.getpid()}.{next(_counter)}{_SUFFIX}"
 
 
 def publish(part: Path, final: Path) -> None:
@@ -41,17 +41,15 @@ def publish(part: Path, final: Path) -> None:
     sync_directory(final.parent)
 
 
-def publish_bytes(data: bytes | memoryview, final: Path) -> None:
-    """Writes a small file through `publish`."""
-    part = temporary(final.parent, final.name)
-    try:
-        with open(part, "xb") as f:
-            f.write(data)
-        publish(part, final)
-    except OSError as e:
-        raise disk_error(e, final) from None
-    finally:
-        part.unlink(missing_ok=True)
+def make_directory(directory: Path) -> None:
+    """Makes a directory and its parents; each new entry survives a power cut."""
+    made = []
+    while not directory.is_dir():
+        made.append(directory)
+        directory = directory.parent
+    for new in reversed(made):
+        new.mkdir(exist_ok=True)
+        sync_directory(new.parent)
 
 
 def sync_directory(directory: Path) -> None:
@@ -67,7 +65,7 @@ def sync_directory(directory: Path) -> None:
 
 def clear_stale(directory: Path) -> int:
     """Removes temporary files whose writer no longer lives; returns how many."""
-    host = socket.gethostname().replace(".", "_")[:40] or "host"
+    host = _host()
     removed = 0
     try:
         entries = list(os.scandir(directory))
@@ -93,6 +91,16 @@ def disk_error(e: OSError, path: Path, what: str = "cannot write") -> DeltafinEr
     if e.errno in _FULL:
         return NoSpace(f"{path}: {what}: {e.strerror}; free some space or choose another place, then run it again")
     return DiskError(f"{path}: {what}: {e.strerror or e}")
+
+
+def _host() -> str:
+    """Where a process number means something: the machine, and the container if there is one."""
+    name = re.sub(r"[^A-Za-z0-9-]", "_", socket.gethostname())[:40] or "host"
+    try:
+        namespace = "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+    except OSError:
+        namespace = "0"
+    return f"{name}-{namespace}"
 
 
 def _lives(pid: int) -> bool:

@@ -35,6 +35,11 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# What address parsers read in different ways: backslashes, spaces and control characters.
+_HOSTILE = re.compile(r"[\\\x00-\x20\x7f]")
+# A body slower than this on average, looked at after a while, is given up: it would hold a worker for days.
+_SLOWEST_NBYTES_S = 1024
+_SLOW_AFTER_S = 60.0
 _NBYTES = re.compile(r"[0-9]{1,19}")
 
 
@@ -297,7 +302,7 @@ class RemoteFiles:
 
     def _pieces(self, response: requests.Response, nbytes: int) -> Iterator[bytes]:
         """The body in pieces, at most `nbytes` of it; a broken connection ends the attempt."""
-        left = nbytes
+        left, started = nbytes, time.monotonic()
         with self._lock:
             self._bodies.add(response)
         try:
@@ -314,6 +319,9 @@ class RemoteFiles:
                 with self._lock:
                     self.stats.nbytes += len(piece)
                 yield piece
+                lasted = time.monotonic() - started
+                if lasted > _SLOW_AFTER_S and nbytes - left < lasted * _SLOWEST_NBYTES_S:
+                    raise _Again("the server sends less than 1 KB/s")
         finally:
             with self._lock:
                 self._bodies.discard(response)
@@ -323,15 +331,19 @@ class RemoteFiles:
             self._links.pop(file, None)
 
     def _redirect_target(self, file: str, url: str, response: requests.Response) -> str:
+        here = _origin(url)[0]
+        location = response.headers.get("Location", "")
         try:
-            target = urllib.parse.urljoin(url, response.headers.get("Location", ""))
-            scheme, _, _ = _origin(target)
-        except ValueError:
-            raise Refused(f"{self._where(file)}: the server redirects to something that is no address") from None
-        if scheme not in ("http", "https") or (scheme == "http" and url.startswith("https:")):
-            raise Refused(
-                f"{self._where(file)}: refusing a redirect from {urllib.parse.urlsplit(url).scheme} to {scheme!r}"
-            )
+            if _HOSTILE.search(location):
+                raise ValueError
+            target = urllib.parse.urljoin(url, location)
+            scheme = _origin(target)[0]
+            if urllib3.util.parse_url(target).auth is not None:
+                raise ValueError
+        except (ValueError, urllib3.exceptions.LocationParseError):
+            raise Refused(f"{self._where(file)}: the server redirects to something that is no plain address") from None
+        if scheme not in ("http", "https") or (scheme == "http" and here == "https"):
+            raise Refused(f"{self._where(file)}: refusing a redirect from {here} to {scheme!r}")
         return target
 
     def _check_identity(self, file: str, answer: Answer, expected: Expected, response: requests.Response) -> None:
@@ -419,9 +431,14 @@ def _no_netrc(request: requests.PreparedRequest) -> requests.PreparedRequest:
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:
-    parts = urllib.parse.urlsplit(url)
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    return parts.scheme, (parts.hostname or "").lower(), port
+    """Scheme, host and port as the parser reads them that will open the connection.
+
+    Two parsers may disagree about hostile addresses, and the one that decides about the token must not be
+    another than the one that connects. ValueError for what is no address.
+    """
+    parts = urllib3.util.parse_url(url)
+    scheme = (parts.scheme or "").lower()
+    return scheme, (parts.host or "").lower(), parts.port or {"http": 80, "https": 443}.get(scheme)
 
 
 def _kind(e: Exception) -> str:

@@ -34,7 +34,8 @@ def open(
 ) -> Model:
     """Open a model by directory, repo id, catalog name or `demo`; close it, or use it in a `with`.
 
-    Builds the catalog first if there is none. `device` is a torch device; everything else is the store's to explain.
+    Builds the catalog first if there is none. `device` is "cpu" for the native kernels, "torch" for the plain torch
+    implementation on the CPU, or a torch device. The rest, and the errors, are `open_store`'s to explain.
     """
     store = open_store(str(model), offline=offline, cache_dir=cache_dir, roots=roots, revision=revision)
     try:

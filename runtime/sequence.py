@@ -51,7 +51,8 @@ class Sequence:
 
     def offer(self, ids: abc.Sequence[int], state: object, commit: Commit) -> None:
         """What the sequence will be once `commit` is done; until then it stays what it is."""
-        committed = self._version
+        # Kept as the version to fall back to: an interrupt may have come before the last pass was settled.
+        self._committed = committed = self._version
         self._ids[committed.length :] = ids
         self._offered = _Version(committed.length + len(ids), state, commit)
 

@@ -62,7 +62,7 @@ class TraceWriter(Observer):
         self.path = Path(path)
         self._number = 0
         self._rows: list[list[int]] = []
-        self._lines: list[bytes] = []
+        self._frame = _Frame()
         try:
             self._file = self.path.open("wb")
         except OSError as e:
@@ -76,7 +76,9 @@ class TraceWriter(Observer):
             "top_k": config.top_k,
             "num_experts": config.num_experts,
         }
-        self._write([_line(header)])
+        first = _Frame()
+        first.add(_line(header))
+        self._write(first)
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +93,7 @@ class TraceWriter(Observer):
 
     def rows(self, spans: abc.Sequence[RowSpan]) -> None:
         self._rows = [[s.sequence, s.position + i] for s in spans for i in range(s.count)]
-        self._lines = []  # whatever a failed pass left
+        self._frame = _Frame()  # whatever a failed pass left is dropped
 
     def routes(self, layer: int, ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]) -> None:
         fields = {
@@ -101,21 +103,34 @@ class TraceWriter(Observer):
             "ids": ids.tolist(),
             "weights": [[float(str(w)) for w in row] for row in weights],
         }
-        self._lines.append(_line(fields))
+        self._frame.add(_line(fields))
 
     def finished(self) -> None:
-        self._write(self._lines)
-        self._lines = []
+        self._write(self._frame)
+        self._frame = _Frame()
         self._number += 1
 
-    def _write(self, lines: list[bytes]) -> None:
-        frame = zstandard.ZstdCompressor(write_checksum=True).compress(b"".join(lines))
+    def _write(self, frame: _Frame) -> None:
         try:
-            self._file.write(frame)
+            self._file.write(frame.finish())
             self._file.flush()
         except OSError as e:
             kind = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else DiskError
             raise kind(f"trace {self.path}: write failed ({e.strerror})") from None
+
+
+class _Frame:
+    """One zstd frame in the making: compressed line by line, since a long prompt's lines are many."""
+
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor(write_checksum=True).compressobj()
+        self._pieces: list[bytes] = []
+
+    def add(self, line: bytes) -> None:
+        self._pieces.append(self._compressor.compress(line))
+
+    def finish(self) -> bytes:
+        return b"".join([*self._pieces, self._compressor.flush()])
 
 
 class Trace:
@@ -139,16 +154,16 @@ class Trace:
         """The content of every whole frame."""
         try:
             with self.path.open("rb") as file:
-                frame, content = zstandard.ZstdDecompressor().decompressobj(), b""
+                frame, content = zstandard.ZstdDecompressor().decompressobj(), list[bytes]()
                 begun = False
                 while piece := file.read(_READ_NBYTES):
                     while piece:
-                        content += frame.decompress(piece)
+                        content.append(frame.decompress(piece))
                         begun = True
                         piece = frame.unused_data if frame.eof else b""
                         if frame.eof:
-                            yield content
-                            frame, content = zstandard.ZstdDecompressor().decompressobj(), b""
+                            yield b"".join(content)
+                            frame, content = zstandard.ZstdDecompressor().decompressobj(), []
                             begun = False
                 self.torn = begun
         except OSError as e:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -200,3 +202,78 @@ def test_passwords_in_netrc_are_not_sent(
     assert df_index("build", "some/model").status == 0
     assert seen == {("hub", f"Bearer {token}" if token else None), ("cdn", None)}
     assert {row["auth"] for row in server.state.log if row["kind"] == "api"} == {token is not None}
+
+
+@pytest.fixture
+def stranger():
+    """A server that remembers the Authorization headers it is sent, and where it redirects to."""
+    seen: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        location = ""
+
+        def do_GET(self):
+            seen.append(self.headers.get("Authorization"))
+            self.send_response(302 if Handler.location else 404)
+            if Handler.location:
+                self.send_header("Location", Handler.location)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield server.server_port, seen, Handler
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:{stranger}\\@127.0.0.1:{hub}/x",
+        "http://127.0.0.1:{hub}@127.0.0.1:{stranger}/x",
+        "http://127.0.0.1:{stranger}/\t@127.0.0.1:{hub}/x",
+        "//127.0.0.1:{stranger}\\@127.0.0.1:{hub}/x",
+    ],
+)
+def test_an_address_that_two_parsers_read_differently_gets_no_token(stranger, quick, address):
+    """The first hop, still on the hub, redirects to an address whose host depends on who reads it."""
+    port, seen, handler = stranger
+    hub_seen: list[str | None] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            hub_seen.append(self.headers.get("Authorization"))
+            self.send_response(302)
+            self.send_header("Location", address.format(stranger=port, hub=self.server.server_port))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        files = RemoteFiles(f"http://127.0.0.1:{hub.server_port}/org/x/resolve/main", TOKEN, quick)
+        with pytest.raises(NetworkError) as failure:
+            files.read_into("f", 0, memoryview(bytearray(8)), Expected())
+        files.close()
+    finally:
+        hub.shutdown()
+        hub.server_close()
+    assert hub_seen[0] == f"Bearer {TOKEN}"
+    assert not any(seen), seen
+    assert_clean(str(failure.value))
+    assert handler.location == ""
+
+
+def test_https_in_capitals_is_not_downgraded(quick):
+    files = RemoteFiles("HTTPS://hub.invalid/x", TOKEN, quick)
+    response = type("R", (), {"headers": {"Location": "http://hub.invalid/x"}})()
+    with pytest.raises(NetworkError, match="refusing a redirect from https to 'http'"):
+        files._redirect_target("f", "HTTPS://hub.invalid/x/f", response)
+    files.close()

@@ -216,3 +216,31 @@ def test_a_closed_model_and_an_unknown_device_are_refused(spoiled):
         with pytest.raises(BadRequest, match=device) as caught:
             Model(spoiled, device=device)
         assert "\n" not in str(caught.value)
+
+
+def test_two_interrupts_at_awkward_moments_lose_no_committed_pass(tiny, monkeypatch):
+    """The first comes after the commit and before the sequence is settled, the second before the next commit."""
+    expected = tiny.forward([Segment(tiny.sequence(), [*IDS, 7, 8, 9])])
+    seq = tiny.sequence()
+    settle = type(seq).settle
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(seq), "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.forward([Segment(seq, IDS)])
+    assert seq.ids == IDS
+    monkeypatch.setattr(type(seq), "settle", settle)
+    offer = type(seq).offer
+
+    def offered_then_interrupted(self, *arguments):
+        offer(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(seq), "offer", offered_then_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.forward([Segment(seq, [1, 2])])
+    monkeypatch.setattr(type(seq), "offer", offer)
+    assert seq.ids == IDS
+    assert tiny.forward([Segment(seq, [7, 8, 9])]).tobytes() == expected[len(IDS) :].tobytes()
