@@ -87,9 +87,11 @@ def _wanted_experts(catalog: Catalog, layers: str | None, experts: str | None, t
     from deltafin.store import expert_items, pair_items, parse_numbers
 
     config = catalog.config
-    wanted_layers = parse_numbers(layers, config.moe_layers, "--layers") if layers else list(config.moe_layers)
-    numbers = range(config.num_experts)
-    wanted_experts = parse_numbers(experts, numbers, "--experts") if experts else list(numbers)
+    wanted_layers, wanted_experts = list(config.moe_layers), list(range(config.num_experts))
+    if layers is not None:
+        wanted_layers = parse_numbers(layers, config.moe_layers, "--layers")
+    if experts is not None:
+        wanted_experts = parse_numbers(experts, range(config.num_experts), "--experts")
     if trace is None:
         return expert_items(catalog, wanted_layers, wanted_experts)
     from deltafin.runtime import expert_uses
@@ -206,6 +208,8 @@ def fetch_verify(
                 click.echo(f"{report.vanished:,} objects on record are gone; they are fetched when needed")
             if report.unknown:
                 click.echo(f"{report.unknown:,} whole objects that no record names")
+            if report.bad_records:
+                click.echo(f"{report.bad_records:,} damaged records in object logs were skipped")
             if report.unproven_shards:
                 click.echo(f"{report.unproven_shards} local shards have no published digest to compare with")
     return 1 if report.damaged else 0
@@ -233,9 +237,9 @@ def fetch_rm(
     Example: df-fetch rm demo --layers 3 --experts 0-7
     """
     from deltafin.cli.progress import human_nbytes
-    from deltafin.store import all_items, expert_items, parse_numbers, removable, remove, spine_items
+    from deltafin.store import all_items, removable, remove, spine_items
 
-    chosen = bool(layers or experts)
+    chosen = layers is not None or experts is not None
     if not (chosen or spine or everything):
         raise BadRequest("say what to remove: --layers, --experts, --spine or --all")
     if everything and (chosen or spine):
@@ -247,15 +251,10 @@ def fetch_rm(
         else:
             items = spine_items(catalog) if spine else []
             if chosen:
-                config = catalog.config
-                which = parse_numbers(layers, config.moe_layers, "--layers") if layers else list(config.moe_layers)
-                numbers = range(config.num_experts)
-                items += expert_items(
-                    catalog, which, parse_numbers(experts, numbers, "--experts") if experts else numbers
-                )
+                items += _wanted_experts(catalog, layers, experts, None)
         doomed = removable(store, items)
         nbytes = sum(entry.nbytes for entry in doomed)
         if nbytes > ASK_ABOVE_NBYTES and not yes:
             ask(f"{model}: {len(doomed)} objects, {human_nbytes(nbytes)}, will be removed")
-        remove(store, doomed)
+        remove(store, items)
         click.echo(f"removed {len(doomed)} objects, {human_nbytes(nbytes)}")

@@ -136,9 +136,9 @@ def fetch_with_consent(store: Store, plan: FetchPlan, label: str, *, yes: bool, 
         if plan.nbytes + also_nbytes > ASK_ABOVE_NBYTES and not yes:
             if items:
                 # The small ones first: they tell the rate sooner, and are needed anyway.
-                items.sort(key=lambda i: i.span.nbytes)
-                rate, count = room.measure_rate(store, items, landed)
-                items = sorted(items[count:], key=lambda i: (i.span.shard, i.span.offset))
+                by_size = sorted(items, key=lambda i: i.span.nbytes)
+                rate, measured = room.measure_rate(store, by_size, landed)
+                items = [i for i in items if i not in measured]
                 speed = f"at the {human_nbytes(rate)}/s just measured"
                 duration = f"about {human_seconds((plan.nbytes + also_nbytes) / rate)} {speed}"
             else:
@@ -152,7 +152,7 @@ def fetch_with_consent(store: Store, plan: FetchPlan, label: str, *, yes: bool, 
 
 
 def ask(announcement: str) -> None:
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # None: closed, as some schedulers leave it
         raise BadRequest(f"{announcement}. Add --yes to go on")
     click.echo(announcement, err=True)
     if not click.confirm("Go on?", err=True):
@@ -167,7 +167,7 @@ class ByteSize(click.ParamType[int]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", str(value).strip(), re.IGNORECASE)
+        m = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?)B?|B)?", str(value).strip(), re.IGNORECASE)
         if m is None:
             self.fail(f"{value!r} is no size; write 500MB, 1.5TB or a number of bytes", param, ctx)
         base = 1024 if m[3] else 1000

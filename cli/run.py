@@ -155,9 +155,11 @@ def _fetch_ahead(store: Store, rows: int, *, yes: bool) -> None:
         return
     catalog, config = store.catalog, store.catalog.config
     plan = plan_fetch(store, spine_items(catalog))
-    experts = plan_fetch(store, expert_items(catalog, config.moe_layers, range(config.num_experts)))
-    most = rows * config.top_k * len(config.moe_layers) * catalog.expert_nbytes
-    also = min(experts.nbytes, most)
+    also = 0
+    if not yes:  # only an announcement needs to know; looking for every expert takes seconds on a slow disk
+        most = rows * config.top_k * len(config.moe_layers) * catalog.expert_nbytes
+        experts = expert_items(catalog, config.moe_layers, range(config.num_experts))
+        also = plan_fetch(store, experts, limit_nbytes=most).nbytes
     if plan.items or also:
         fetch_with_consent(store, plan, f"spine of {store.model}", yes=yes, also_nbytes=also)
 

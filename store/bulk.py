@@ -49,15 +49,20 @@ def plan_fetch(store: Store, items: Iterable[Item], limit_nbytes: int | None = N
     return FetchPlan(tuple(missing), present, present_nbytes)
 
 
-def fetch(store: Store, items: Sequence[Item], landed: Landed | None = None) -> None:
-    """Fetches spans in parallel, in order, each kept before it counts.
+def fetch(
+    store: Store, items: Sequence[Item], landed: Landed | None = None, enough: Callable[[], bool] | None = None
+) -> int:
+    """Fetches spans in parallel, in order, each kept before it counts; returns how many landed.
 
-    The first failure stops the rest; what landed stays. `landed` is called from one thread at a time.
+    The first failure stops the rest; what landed stays. `landed` is called from one thread at a time. Once
+    `enough` says so no further span is begun.
     """
     if items and not store.may_fetch:
+        lacking = f"{len(items)} spans ({sum(i.span.nbytes for i in items):,} bytes)"
+        if (path := store.catalog.location.path) is not None:
+            raise Missing(f"{lacking}: not found at {path}; was the directory moved? rebuild with df-index build")
         raise Missing(
-            f"{len(items)} spans ({sum(i.span.nbytes for i in items):,} bytes) are not on this machine "
-            "and fetching is off; run again without --offline and HF_HUB_OFFLINE"
+            f"{lacking} are not on this machine and fetching is off; run again without --offline and HF_HUB_OFFLINE"
         )
     buffers = threading.local()
 
@@ -68,18 +73,21 @@ def fetch(store: Store, items: Sequence[Item], landed: Landed | None = None) -> 
         store.fetch(item.span, memoryview(buffer)[: item.span.nbytes], expert=item.address)
         return item
 
-    waiting = iter(items)
+    waiting, count = iter(items), 0
     flying: set[Future[Item]] = set()
     with ThreadPoolExecutor(WORKERS, "fetch") as pool:
         try:
             while True:
+                if enough is not None and enough():
+                    waiting = iter(())
                 while len(flying) < WORKERS and (item := next(waiting, None)) is not None:
                     flying.add(pool.submit(one, item))
                 if not flying:
-                    return
+                    return count
                 done, flying = wait(flying, return_when=FIRST_COMPLETED)
                 for future in done:
                     item = future.result()
+                    count += 1
                     if landed is not None:
                         landed(item)
         finally:
@@ -87,15 +95,20 @@ def fetch(store: Store, items: Sequence[Item], landed: Landed | None = None) -> 
             store.roots[0].sync()
 
 
-def measure_rate(store: Store, items: Sequence[Item], landed: Landed | None = None) -> tuple[float, int]:
-    """Fetches the first of `items` for a few seconds; returns bytes per second and how many items landed."""
-    started, nbytes, count = time.monotonic(), 0, 0
-    while count < len(items) and nbytes < _PROBE_NBYTES and time.monotonic() - started < _PROBE_S:
-        batch = items[count : count + WORKERS]
-        fetch(store, batch, landed)
-        nbytes += sum(i.span.nbytes for i in batch)
-        count += len(batch)
-    return nbytes / max(1e-9, time.monotonic() - started), count
+def measure_rate(store: Store, items: Sequence[Item], landed: Landed | None = None) -> tuple[float, set[Item]]:
+    """Fetches the first of `items` for a few seconds; returns bytes per second and the items that landed."""
+    started, done = time.monotonic(), set[Item]()
+    nbytes = 0
+
+    def note(item: Item) -> None:
+        nonlocal nbytes
+        done.add(item)
+        nbytes += item.span.nbytes
+        if landed is not None:
+            landed(item)
+
+    fetch(store, items, note, lambda: nbytes >= _PROBE_NBYTES or time.monotonic() - started >= _PROBE_S)
+    return nbytes / max(1e-9, time.monotonic() - started), done
 
 
 def free_nbytes(path: Path) -> int:

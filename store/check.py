@@ -79,6 +79,7 @@ class VerifyReport:
     damaged: list[str] = field(default_factory=list)
     vanished: int = 0  # logged, but the file is gone: a miss, no fault
     unknown: int = 0  # files among the objects that no record names
+    bad_records: int = 0  # damaged records in object logs, skipped
     unproven_shards: int = 0  # original shards without a published digest to compare with
 
     def as_json(self) -> dict[str, object]:
@@ -133,16 +134,27 @@ def removable(store: Store, items: Iterable[Item]) -> list[ObjectEntry]:
     return list(doomed.values())
 
 
-def remove(store: Store, entries: Iterable[ObjectEntry]) -> None:
-    """Unlinks objects of the cache; their records stay and mean nothing from then on."""
-    for entry in entries:
-        store.roots[0].remove(entry)
+def remove(store: Store, items: Iterable[Item]) -> None:
+    """Unlinks the objects that `removable` names, and forgets the digests of all these spans.
+
+    Forgotten, because a digest that was learnt from an altered transfer would refuse the right bytes for ever.
+    """
+    root, items = store.roots[0], list(items)
+    doomed = removable(store, items)
+    try:
+        for item in items:
+            root.log.forget(store.key(item.span))
+    except OSError as e:
+        raise disk_error(e, root.log.path) from None
+    for entry in doomed:
+        root.remove(entry)
 
 
 def _verify_root(
     root: Root, labels: dict[bytes, str], report: VerifyReport, progress: Callable[[int], None] | None
 ) -> None:
     owners: dict[str, tuple[ObjectEntry, str]] = {}
+    report.bad_records += root.log.bad_records
     for key, entry in root.log.entries.items():
         owners[entry.sha256.hex()] = (entry, labels.get(key, "a span of another model"))
     files = dict(root.object_files())
@@ -166,8 +178,12 @@ def _verify_root(
                 report.whole_nbytes += files[name]
                 report.unknown += name not in owners
                 continue
-            if root.writable and name in owners:
-                complaint += f"; moved to {root.quarantine(owners[name][0])}"
+            if not (root.path / "objects" / name[:2] / name).exists():
+                report.vanished += name in owners  # removed while it was being looked at
+                continue
+            if root.writable:
+                entry = owners[name][0] if name in owners else ObjectEntry(bytes.fromhex(name), b"", files[name])
+                complaint += f"; moved to {root.quarantine(entry)}"
             report.damaged.append(complaint)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Self
 
 import numpy as np
@@ -42,10 +42,7 @@ class Landing(Iterator[tuple[int, Slot]]):
         done, _ = wait(self._flying, return_when=FIRST_COMPLETED)
         future = done.pop()
         slot = self._flying.pop(future)
-        try:
-            expert = future.result()
-        except CancelledError:
-            raise DeltafinError("the store was closed while experts were being read") from None
+        expert = future.result()
         self._free = slot
         return expert, slot
 
@@ -55,5 +52,9 @@ class Landing(Iterator[tuple[int, Slot]]):
         wait(self._flying)
 
     def _launch(self, slot: Slot) -> None:
-        if (expert := next(self._waiting, None)) is not None:
+        if (expert := next(self._waiting, None)) is None:
+            return
+        try:
             self._flying[self._read(expert, slot)] = slot
+        except RuntimeError:  # the pool takes no more work
+            raise DeltafinError("the store was closed while experts were being read") from None

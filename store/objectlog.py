@@ -7,6 +7,7 @@ A record promises nothing about the disk: an object that is gone is a miss.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -22,6 +23,7 @@ _MAGIC = b"DfO1"
 _BODY = struct.Struct("<4sBBHQ32sQQ32s16s12x")  # magic, kind, flags, reserved, time, key, digests
 _CHECK = struct.Struct("<I")
 _KIND_OBJECT = 1
+_KIND_FORGOTTEN = 2
 _KEY = struct.Struct("<32sQQ")
 
 
@@ -39,13 +41,13 @@ def span_key(shard_id: bytes, offset: int, nbytes: int) -> bytes:
     return _KEY.pack(shard_id, offset, nbytes)
 
 
-def pack_record(key: bytes, entry: ObjectEntry) -> bytes:
-    body = _BODY.pack(_MAGIC, _KIND_OBJECT, 0, 0, int(time.time()), *_KEY.unpack(key), entry.sha256, entry.xxh3)
+def pack_record(key: bytes, entry: ObjectEntry, kind: int = _KIND_OBJECT) -> bytes:
+    body = _BODY.pack(_MAGIC, kind, 0, 0, int(time.time()), *_KEY.unpack(key), entry.sha256, entry.xxh3)
     return body + _CHECK.pack(zlib.crc32(body))
 
 
 class ObjectLog:
-    """One root's log, read once and then followed. Later records of a span replace earlier ones."""
+    """One root's log as it was when opened, and what this process appends. Later records replace earlier ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,22 +73,35 @@ class ObjectLog:
     def append(self, key: bytes, entry: ObjectEntry) -> None:
         """Adds one record; it is durable together with the next sync of the file, which `sync` forces."""
         with self._lock:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                # A torn record of a killed writer stays behind as garbage that readers step over.
-                if os.write(fd, pack_record(key, entry)) != RECORD_NBYTES:
-                    raise OSError(28, "no space left for a record")
-            finally:
-                os.close(fd)
+            self._write(pack_record(key, entry))
             self.entries[key] = entry
 
+    def forget(self, key: bytes) -> None:
+        """Takes back what was recorded of a span, so that its next bytes are believed again."""
+        with self._lock:
+            if (entry := self.entries.get(key)) is not None:
+                self._write(pack_record(key, entry, _KIND_FORGOTTEN))
+                del self.entries[key]
+
     def sync(self) -> None:
+        """Makes all appended records durable. Raises DiskError."""
         try:
             fd = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         except FileNotFoundError:
             return
+        except OSError as e:
+            raise disk_error(e, self.path, "cannot sync the object log") from None
+
+    def _write(self, record: bytes) -> None:
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.fsync(fd)
+            # A torn record of a killed writer stays behind as garbage that readers step over.
+            if os.write(fd, record) != RECORD_NBYTES:
+                raise OSError(errno.ENOSPC, "no space left for a record")
         finally:
             os.close(fd)
 
@@ -97,8 +112,11 @@ class ObjectLog:
             body = data[at : at + _BODY.size]
             if body[:4] == _MAGIC and zlib.crc32(body) == _CHECK.unpack_from(data, at + _BODY.size)[0]:
                 _, kind, _, _, _, shard_id, offset, nbytes, sha256, xxh3 = _BODY.unpack(body)
+                key = span_key(shard_id, offset, nbytes)
                 if kind == _KIND_OBJECT:
-                    self.entries[span_key(shard_id, offset, nbytes)] = ObjectEntry(sha256, xxh3, nbytes)
+                    self.entries[key] = ObjectEntry(sha256, xxh3, nbytes)
+                elif kind == _KIND_FORGOTTEN:
+                    self.entries.pop(key, None)
                 at += RECORD_NBYTES
                 continue
             self.bad_records += 1

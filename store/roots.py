@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,13 @@ from pathlib import Path
 import xxhash
 
 from deltafin.errors import BadCatalog, Corrupt, DiskError
-from deltafin.indexer import Catalog, Span, clear_stale, disk_error, publish, temporary
+from deltafin.indexer import Catalog, Span, clear_stale, disk_error, make_directory, publish, temporary
 from deltafin.store.objectlog import ObjectEntry, ObjectLog
 
 log = logging.getLogger(__name__)
 
 _PREFIX_NBYTES = 8  # of a shard: the header length
+_OBJECT_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 class Root:
@@ -31,6 +33,7 @@ class Root:
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path = path
         self.writable = writable
+        self._objects = str(path / "objects")
         if writable:
             clear_stale(path / "tmp")
         self.log = ObjectLog(path / "objects.log")
@@ -41,8 +44,9 @@ class Root:
         entry = self.log.entries.get(key)
         if entry is None:
             return None
+        name = entry.sha256.hex()
         try:
-            return entry if os.stat(self.object_path(entry)).st_size == entry.nbytes else None
+            return entry if os.stat(f"{self._objects}/{name[:2]}/{name}").st_size == entry.nbytes else None
         except OSError:
             return None
 
@@ -96,8 +100,8 @@ class Root:
 
     def _write(self, view: memoryview, final: Path) -> None:
         tmp = self.path / "tmp"
-        tmp.mkdir(parents=True, exist_ok=True)
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(tmp)
+        make_directory(final.parent)
         part = temporary(tmp, final.name[:16])
         try:
             with open(part, "xb", buffering=0) as f:
@@ -113,7 +117,7 @@ class Root:
         aside = self.path / "quarantine" / entry.sha256.hex()
         self._checked.discard(entry.sha256)
         try:
-            aside.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(aside.parent)
             os.replace(self.object_path(entry), aside)
         except FileNotFoundError:
             pass
@@ -133,15 +137,19 @@ class Root:
         return True
 
     def object_files(self) -> Iterator[tuple[str, int]]:
-        """(name, bytes) of every file that lies among the objects, logged or not."""
+        """(name, bytes) of every file that is named like an object and lies where one would, logged or not."""
         for folder in sorted((self.path / "objects").glob("[0-9a-f][0-9a-f]")):
             try:
                 entries = sorted(os.scandir(folder), key=lambda e: e.name)
             except OSError as e:
                 raise disk_error(e, folder, "cannot list") from None
             for entry in entries:
-                if entry.is_file(follow_symlinks=False):
-                    yield entry.name, entry.stat().st_size
+                named = _OBJECT_NAME.fullmatch(entry.name) and entry.name.startswith(folder.name)
+                try:
+                    if named and entry.is_file(follow_symlinks=False):
+                        yield entry.name, entry.stat().st_size
+                except FileNotFoundError:
+                    continue  # removed meanwhile: a miss
 
     def sync(self) -> None:
         self.log.sync()
@@ -180,7 +188,13 @@ class ShardDirectory:
         same = nbytes == shard.nbytes
         if same:
             header = bytearray(_PREFIX_NBYTES + shard.header_nbytes)
-            read_file(path, 0, memoryview(header))
+            try:
+                read_file(path, 0, memoryview(header))
+            except DiskError as e:
+                if self._required:
+                    raise
+                log.warning("%s; left alone", e)
+                return False
             same = hashlib.sha256(header[_PREFIX_NBYTES:]).hexdigest() == shard.header_sha256
         if not same and self._required:
             raise BadCatalog(f"{path}: changed since it was indexed; rebuild the catalog with df-index build")

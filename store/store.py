@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,7 @@ class Store:
         self._remote_lock = threading.Lock()
         self._closed = False
         self._keeps = True  # False once the disk is full
+        self._keeping_lock = threading.Lock()
         self._layout = expert_layout(catalog.config)
         self._shard_ids = [_shard_id(catalog, i) for i in range(len(catalog.shards))]
         self._pool = ThreadPoolExecutor(WORKERS, "store")
@@ -83,13 +84,16 @@ class Store:
         self._closed = True
         if self._remote is not None:
             self._remote.stop()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # Not cancelled: whoever left an iterator of experts open still waits for the reads it asked for.
+        self._pool.shutdown(wait=True)
         if self._remote is not None:
             self._remote.close()
-        for root in self.roots:
-            if root.writable:
-                root.sync()
-        self.catalog.close()
+        try:
+            for root in self.roots:
+                if root.writable:
+                    root.sync()
+        finally:
+            self.catalog.close()
 
     def interrupt(self) -> None:
         """Ends transfers of all threads soon, for a command that was interrupted; only closing makes sense after."""
@@ -123,7 +127,8 @@ class Store:
     def spine(self, layer: int) -> dict[str, npt.NDArray[np.generic]]:
         """Every tensor of a layer that is no routed expert, by short name, in fresh memory.
 
-        BF16 comes as its raw bits in uint16, F32 as float32, each in its shape.
+        BF16 comes as its raw bits in uint16, F32 as float32, each in its shape. Like every read here it raises
+        Missing (nowhere within reach), Corrupt, NetworkError, DiskError, or BadCatalog (a shard has changed).
         """
         self.stats.visit_spine(layer)
         return self._read_group(self.catalog.spine(layer), f"{LAYER_PREFIX}{layer}.")
@@ -248,7 +253,11 @@ class Store:
         if not root.writable:
             log.warning("%s; passed over", error)
             return error
-        aside = root.quarantine(entry)
+        try:
+            aside = root.quarantine(entry)
+        except DiskError as e:
+            log.warning("%s; passed over (%s)", error, e)
+            return error
         log.warning("%s; moved to %s", error, aside)
         return Corrupt(f"{error}; it was moved to {aside}; fetch it again with df-fetch")
 
@@ -286,11 +295,17 @@ class Store:
             except (NoSpace, DiskError) as e:
                 if keep_or_fail:
                     raise
-                self._keeps = False
+                self._stop_keeping(e)
                 self.stats.add(unkept_spans=1)
-                log.warning("%s; going on without keeping what is fetched", e)
         else:
             self.stats.add(unkept_spans=1)
+
+    def _stop_keeping(self, error: DeltafinError) -> None:
+        """Several threads may find the disk full at once; it is said once."""
+        with self._keeping_lock:
+            first, self._keeps = self._keeps, False
+        if first:
+            log.warning("%s; going on without keeping what is fetched", error)
 
     def _complaint(self, span: Span, view: memoryview, expert: tuple[int, int] | None) -> str | None:
         """Why fetched bytes cannot be right: they contradict a digest on record, or cannot be an expert."""
@@ -298,7 +313,7 @@ class Store:
         for root in self.roots:
             known = root.log.entries.get(key)
             if known is not None and hashlib.sha256(view).digest() != known.sha256:
-                return f"the bytes contradict the digest on record in {root.log.path}"
+                return f"the bytes contradict the digest on record in {root.log.path} (df-fetch rm forgets it)"
         if expert is not None:
             return implausible(np.frombuffer(view, np.uint8), self._layout)
         return None
@@ -311,8 +326,7 @@ class Store:
         else:
             what = f"bytes {span.offset} to {span.offset + span.nbytes - 1} of {self.catalog.shards[span.shard].name}"
             command = f"df-fetch spine {self.model}"
-        if self.catalog.location.repo is None:
-            path = self.catalog.location.path
+        if (path := self.catalog.location.path) is not None:
             return f"{what}: not found at {path}; was the directory moved? rebuild with df-index build"
         return f"{what} is not on this machine; without --offline it is fetched, or run: {command}"
 
@@ -370,15 +384,18 @@ def _array(buffer: Bytes, place: Place, where: list[tuple[int, int, int, int]]) 
 
 
 def _wait_all(futures: Sequence[Future[None]]) -> None:
-    """Waits for every read, even after one failed: they write into shared memory. Raises the first failure."""
-    failure: BaseException | None = None
-    for future in futures:
-        try:
+    """Waits for every read: they write into shared memory. After a failure those not begun are dropped.
+
+    Raises the first failure.
+    """
+    try:
+        for future in futures:
             future.result()
-        except BaseException as e:
-            failure = failure or e
-    if failure is not None:
-        raise failure
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        raise
 
 
 def _shard_id(catalog: Catalog, number: int) -> bytes:

@@ -1,0 +1,151 @@
+"""`Store.experts` as an iterator: order, slots, early ends, and errors in the middle."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from deltafin.errors import BadRequest, DiskError, Missing
+from deltafin.store.store import WORKERS
+
+LAYER = 3
+ALL = list(range(16))  # twice as many as there are workers
+
+
+@pytest.fixture
+def store(opened, tiny_dir):
+    return opened(tiny_dir)
+
+
+def _check(store, truth, ids) -> None:
+    found = {expert: slot.tobytes() for expert, slot in store.experts(LAYER, ids)}
+    assert found == {expert: truth.expert(LAYER, expert) for expert in ids}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_experts_asked_for_in_any_order_come_once_each(store, tiny_truth, seed):
+    ids = random.Random(seed).sample(ALL, k=3 * seed + 4)
+    landed = [(expert, slot.tobytes()) for expert, slot in store.experts(LAYER, ids)]
+    assert sorted(landed) == sorted((expert, tiny_truth.expert(LAYER, expert)) for expert in ids)
+
+
+def test_numbers_that_come_as_numpy_integers_are_fine(store, tiny_truth):
+    _check(store, tiny_truth, np.array([3, 1, 2], np.int32).tolist())
+    landed = {int(expert) for expert, _ in store.experts(LAYER, np.array([3, 1, 2], np.int32))}
+    assert landed == {1, 2, 3}
+
+
+def test_no_expert_asked_for_is_no_expert(store):
+    assert list(store.experts(LAYER, [])) == []
+    assert store.stats.snapshot()["expert_visits"] == 0
+
+
+def test_an_expert_asked_for_twice_is_refused_before_anything_is_read(store):
+    with pytest.raises(BadRequest, match=f"layer {LAYER}: an expert is asked for twice"):
+        list(store.experts(LAYER, [1, 2, 1]))
+    assert store.stats.snapshot()["expert_visits"] == 0
+
+
+def test_no_more_slots_are_taken_than_there_are_workers(store):
+    slots = {slot.ctypes.data for _, slot in store.experts(LAYER, ALL)}
+    assert 1 <= len(slots) <= WORKERS < len(ALL)
+
+
+def test_a_slot_keeps_its_content_until_the_next_step(store, tiny_truth):
+    for expert, slot in store.experts(LAYER, ALL):
+        before = slot.tobytes()
+        time.sleep(0.003)  # whoever wrote into it would do so now
+        assert slot.tobytes() == before == tiny_truth.expert(LAYER, expert)
+
+
+def test_an_expert_is_handed_out_while_another_is_still_on_its_way(store, monkeypatch):
+    held, read = threading.Event(), store.read
+
+    def slow(span, view, *, expert=None):
+        if expert == (LAYER, 0):
+            held.wait(10)
+        read(span, view, expert=expert)
+
+    monkeypatch.setattr(store, "read", slow)
+    landing = store.experts(LAYER, ALL)
+    first = [next(landing)[0] for _ in range(len(ALL) - 1)]
+    assert sorted(first) == ALL[1:]
+    held.set()
+    assert [expert for expert, _ in landing] == [0]
+
+
+def test_a_caller_may_leave_early_and_nothing_goes_on_behind_its_back(store, tiny_truth):
+    for steps in (0, 1, 5):
+        landing = store.experts(LAYER, ALL)
+        for _ in range(steps):
+            next(landing)
+        landing.close()
+        counts = store.stats.snapshot()
+        time.sleep(0.02)
+        assert store.stats.snapshot() == counts
+    assert counts["expert_visits"] < 3 * len(ALL)
+    _check(store, tiny_truth, ALL)
+
+
+def test_a_store_may_be_closed_while_an_iterator_is_open(store):
+    landing = store.experts(LAYER, ALL)
+    next(landing)
+    store.close()
+    landing.close()
+
+
+def test_an_error_in_one_read_is_raised_once_all_reads_have_ended(store, tiny_truth, monkeypatch):
+    read = store.read
+
+    def failing(span, view, *, expert=None):
+        if expert == (LAYER, 5):
+            raise DiskError("this one fails")
+        read(span, view, expert=expert)
+
+    monkeypatch.setattr(store, "read", failing)
+    landed = []
+    with pytest.raises(DiskError, match="this one fails"):
+        for expert, slot in store.experts(LAYER, ALL):
+            landed.append(expert)
+            assert slot.tobytes() == tiny_truth.expert(LAYER, expert)
+    assert 5 not in landed and len(landed) == len(set(landed))
+    monkeypatch.undo()
+    _check(store, tiny_truth, ALL)
+
+
+def test_one_unreadable_expert_names_file_errno_and_offset(store, read_errors):
+    span = store.catalog.expert_spans(LAYER, [5])[0]
+    assert store.is_local(span)  # its header has been looked at
+    read_errors.where, read_errors.times = "model-00004", 10**9
+    with pytest.raises(DiskError, match=rf"model-00004.*at {span.offset} \(errno 5\).*Input/output error"):
+        list(store.experts(LAYER, [5]))
+
+
+def test_what_is_nowhere_says_which_expert_and_which_command_brings_it(hub_store, opened):
+    hub_store()
+    with pytest.raises(Missing, match=r"expert 5 of layer 3 .*df-fetch warm test/model --layers 3 --experts 5$"):
+        list(opened(offline=True).experts(LAYER, [5]))
+
+
+def test_iterators_of_several_threads_do_not_disturb_each_other(store, tiny_truth):
+    failures = []
+
+    def walk(layer: int) -> None:
+        try:
+            for _ in range(5):
+                found = {expert: slot.tobytes() for expert, slot in store.experts(layer, ALL)}
+                assert found == {expert: tiny_truth.expert(layer, expert) for expert in ALL}
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=walk, args=(layer,)) for layer in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert set(store.stats.expert_reads.values()) == {5}
