@@ -7,6 +7,7 @@ so that --help answers at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -27,6 +28,9 @@ _INTERRUPTED = 130
 
 def main() -> int:
     """Lists the commands, for `python -m deltafin`."""
+    if len(sys.argv) > 1:
+        print(f"deltafin: takes no arguments; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
     print(f"deltafin {__version__}: the whole of Kimi K3 on one ordinary machine\n")
     for name, what in COMMANDS.items():
         print(f"  {name:10} {what}")
@@ -60,6 +64,9 @@ def bench_main() -> None:
 
 def _execute(command: click.Command, name: str) -> int:
     """Runs a command and turns whatever ends it into an exit status and at most one line."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the caller: what would go there is not wanted
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     try:
         result = command.main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -70,12 +77,29 @@ def _execute(command: click.Command, name: str) -> int:
         e.show()
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
-        print(f"\n{name}: interrupted; what was finished is kept", file=sys.stderr)
+        _complain(f"\n{name}: interrupted; what was finished is kept")
         return _INTERRUPTED
     except DeltafinError as e:
-        print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
+        _complain(f"{name}: {' '.join(str(e).splitlines())}")
         return e.exit_status
     except BrokenPipeError:
-        # The reader of our output has left; nothing more may be written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
+    except OSError as e:
+        if e.errno != errno.ENOSPC or e.filename is not None:
+            raise
+        _complain(f"{name}: cannot write the output: {e.strerror}")
+        _drop_output()
+        return 1
+
+
+def _complain(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        pass  # nobody can be told; the exit status says it
+
+
+def _drop_output() -> None:
+    """The reader of our output has left, or its disk is full: nothing more may be written, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -157,13 +157,13 @@ def index_check(model: str, as_json: bool, cache_dir: Path | None, against_index
 
 @index.command("list")
 @options(json_option, cache_option, verbose_option)
-def index_list(as_json: bool, cache_dir: Path | None) -> None:
-    """List all catalogs on this machine."""
+def index_list(as_json: bool, cache_dir: Path | None) -> int:
+    """List all catalogs on this machine. Exit status 1 if one cannot be read."""
     from deltafin.indexer import Catalog, catalog_names, catalog_path
     from deltafin.store import default_cache
 
     cache = cache_dir or default_cache()
-    facts = []
+    facts, damaged = [], False
     for name in catalog_names(cache):
         try:
             with Catalog(catalog_path(cache, name)) as catalog:
@@ -172,10 +172,12 @@ def index_list(as_json: bool, cache_dir: Path | None) -> None:
                     click.echo(f"{name}: {_summary(catalog)}")
         except DeltafinError as e:
             facts.append({"name": name, "error": str(e)})
+            damaged = True
             if not as_json:
-                click.echo(f"{name}: {e}")
+                click.echo(f"{name}: {e}", err=True)
     if as_json:
         print_json(facts)
+    return 1 if damaged else 0
 
 
 def _existing_catalog(model: str, cache_dir: Path | None) -> Catalog:

@@ -6,7 +6,7 @@ never describes part of a checkpoint and never believes a number it has not chec
 caches, digests of spans or arithmetic, and never imports torch.
 """
 
-from deltafin.indexer.build import Progress, build_catalog, check_catalog
+from deltafin.indexer.build import Progress, build_catalog, check_catalog, check_files
 from deltafin.indexer.catalog import GLOBALS, Catalog, RowTable, Span, SpineGroup, Totals
 from deltafin.indexer.config import LORA_NORM_EPS, ModelConfig, parse_config
 from deltafin.indexer.layout import Place, Shard
@@ -42,6 +42,7 @@ __all__ = [
     "catalog_names",
     "catalog_path",
     "check_catalog",
+    "check_files",
     "clear_stale",
     "disk_error",
     "expert_layout",

@@ -9,13 +9,13 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from deltafin.errors import BadCheckpoint, DeltafinError, NotFound
+from deltafin.errors import BadCatalog, BadCheckpoint, DeltafinError, NotFound
 from deltafin.indexer.catalog import Catalog, write_catalog
 from deltafin.indexer.config import parse_config
 from deltafin.indexer.headers import HeaderTensor, show
 from deltafin.indexer.layout import read_layout
 from deltafin.indexer.publish import clear_stale, disk_error, make_directory
-from deltafin.indexer.sources import ShardFile, Source
+from deltafin.indexer.sources import DirectorySource, ShardFile, Source
 
 Progress = Callable[[int, int], None]  # shards done, shards in all
 
@@ -29,10 +29,17 @@ _FILES = {
 }
 
 
-def build_catalog(source: Source, path: Path, name: str, progress: Progress | None = None) -> None:
-    """Indexes `source` and publishes the catalog at `path`; until then an older one there stays in use."""
+def build_catalog(
+    source: Source, path: Path, name: str, progress: Progress | None = None, *, wait: bool = False
+) -> None:
+    """Indexes `source` and publishes the catalog at `path`; until then an older one there stays in use.
+
+    If another process is building it, that is an error, or with `wait` its catalog is waited for and taken.
+    """
     _make_directory(path.parent)
-    with _only_writer(path):
+    with _only_writer(path, wait) as waited:
+        if waited and path.exists():
+            return
         clear_stale(path.parent)
         files = _read_files(source)
         config = parse_config(files["config.json"])
@@ -71,6 +78,24 @@ def check_catalog(catalog: Catalog, source: Source, *, index: bool, progress: Pr
     return problems
 
 
+def check_files(catalog: Catalog) -> None:
+    """Compares config.json and the tokenizer's files of a local directory with what was indexed.
+
+    Raises BadCatalog at the first difference: a model must not answer from settings that its directory no
+    longer has.
+    """
+    assert catalog.location.path is not None
+    directory = Path(catalog.location.path)
+    if not directory.is_dir():
+        return  # what is missing is said when it is read
+    source = DirectorySource(directory)
+    for name, limit in _FILES.items():
+        if source.read_file(name, limit) != catalog.file(name):
+            raise BadCatalog(
+                f"{directory / name}: changed since it was indexed; rebuild the catalog with df-index build {directory}"
+            )
+
+
 def _compare_index(source: Source, shard_of: dict[str, str], tensor_nbytes: int) -> list[str]:
     raw = source.read_file(INDEX_FILE, 1 << 30)
     if raw is None:
@@ -106,8 +131,12 @@ def _make_directory(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _only_writer(path: Path) -> Iterator[None]:
-    """Keeps a second df-index from doing the same work. Correctness does not rest on it: publishing is a rename."""
+def _only_writer(path: Path, wait: bool) -> Iterator[bool]:
+    """Keeps a second process from doing the same work; True if another had begun and was waited for.
+
+    Correctness does not rest on it: publishing is a rename.
+    """
+    waited = False
     try:
         lock = open(path.with_suffix(".lock"), "wb")  # noqa: SIM115
     except OSError as e:
@@ -117,5 +146,10 @@ def _only_writer(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise DeltafinError(f"{path}: busy, another df-index is building this catalog") from None
-        yield
+                if not wait:
+                    raise DeltafinError(
+                        f"{path}: busy, another process is building this catalog; wait for it and run this again"
+                    ) from None
+                waited = True
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield waited

@@ -216,6 +216,8 @@ class _Handle:
         with cls._lock:
             try:
                 stat = os.stat(path)
+                if not path.is_file():
+                    raise BadCatalog(f"{path}: not a file; remove it and build the catalog with df-index build")
             except OSError as e:
                 raise NotFound(f"{path}: no catalog ({e.strerror}); build one with df-index build") from None
             key = (stat.st_dev, stat.st_ino)

@@ -287,6 +287,8 @@ class RemoteFiles:
             response = self._session().get(url, headers=headers, allow_redirects=False, stream=True, timeout=timeouts)
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as e:
             raise _Again(f"{urllib.parse.urlsplit(url).hostname}: {_kind(e)}") from None
+        except OSError as e:  # requests raises it bare for a certificate bundle that is not there
+            raise Refused(f"{self._base_host()}: cannot connect ({str(e)[:200]})") from None
         self._ever_answered = True
         return response
 
@@ -415,7 +417,10 @@ class RemoteFiles:
 
     def _where(self, file: str) -> str:
         """The file and host for an error, without user info or query."""
-        return f"{file} from {urllib.parse.urlsplit(self._base).hostname}"
+        return f"{file} from {self._base_host()}"
+
+    def _base_host(self) -> str:
+        return self._origin[1]
 
 
 class _Session(requests.Session):

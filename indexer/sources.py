@@ -122,6 +122,8 @@ class DirectorySource:
     def read_file(self, name: str, max_nbytes: int) -> bytes | None:
         path = self._path / name
         try:
+            if path.exists() and not path.is_file():
+                raise BadCheckpoint(f"{path}: not a file")
             with open(path, "rb") as f:
                 raw = f.read(max_nbytes + 1)
         except FileNotFoundError:
@@ -215,16 +217,19 @@ def complete_set(names: list[str], where: str) -> list[str]:
 
 def hub_endpoint() -> str:
     """HF_ENDPOINT as set now, else huggingface_hub's default; without a trailing slash."""
-    from huggingface_hub import constants
+    endpoint = os.environ.get("HF_ENDPOINT")
+    if not endpoint:
+        from huggingface_hub import constants  # only now: its import stumbles over a malformed HF_ENDPOINT
 
-    endpoint: str = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+        endpoint = constants.ENDPOINT
     try:
         parts = urllib.parse.urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
     if not usable:
-        raise BadRequest(f"HF_ENDPOINT must be an address like https://huggingface.co (it is {endpoint[:80]!r})")
+        shown = re.sub(r"//.*@", "//...@", endpoint[:200])  # never a password
+        raise BadRequest(f"HF_ENDPOINT must be an address like https://huggingface.co (it is {shown[:80]!r})")
     return endpoint.rstrip("/")
 
 

@@ -159,12 +159,12 @@ def _backend(store: Store, device: str) -> Backend:
         try:
             from deltafin.runtime.native import Native
         except ImportError as e:
-            raise DeltafinError(f"the native kernels cannot be loaded ({e}); reinstall Deltafin") from None
+            raise DeltafinError(f"the native kernels cannot be loaded ({e})") from None
         return Native(store)
     try:
         from deltafin.runtime.reference import Reference
     except ImportError:
-        raise BadRequest(f"device {device!r} needs PyTorch; install it with: pip install 'deltafin[torch]'") from None
+        raise BadRequest(f"device {device!r} needs PyTorch; install it with: pip install torch") from None
     return Reference(store, "cpu" if device == "torch" else device)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from deltafin.errors import BadRequest, DiskError, NoSpace
+from deltafin.errors import BadRequest, DeltafinError, DiskError, NoSpace
 from deltafin.indexer import Catalog, ModelConfig
 from deltafin.runtime.observer import Observer, RowSpan
 
@@ -89,7 +89,10 @@ class TraceWriter(Observer):
         self.close()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as e:
+            raise self._failed(e) from None
 
     def rows(self, spans: abc.Sequence[RowSpan]) -> None:
         self._rows = [[s.sequence, s.position + i] for s in spans for i in range(s.count)]
@@ -115,8 +118,11 @@ class TraceWriter(Observer):
             self._file.write(frame.finish())
             self._file.flush()
         except OSError as e:
-            kind = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else DiskError
-            raise kind(f"trace {self.path}: write failed ({e.strerror})") from None
+            raise self._failed(e) from None
+
+    def _failed(self, e: OSError) -> DeltafinError:
+        kind = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else DiskError
+        return kind(f"trace {self.path}: write failed ({e.strerror}); the passes before are whole")
 
 
 class _Frame:

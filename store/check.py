@@ -99,6 +99,8 @@ def verify(store: Store, progress: Callable[[int], None] | None = None) -> Verif
     for directory in store.shard_directories:
         for number, shard in enumerate(store.catalog.shards):
             if not directory.has(number):
+                if directory.required:
+                    report.damaged.append(f"{directory.shard_path(number)}: missing")
                 continue
             if shard.sha256 is None:
                 report.unproven_shards += 1

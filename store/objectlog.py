@@ -16,6 +16,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from deltafin.errors import DiskError
 from deltafin.indexer import disk_error
 
 RECORD_NBYTES = 128
@@ -61,6 +62,8 @@ class ObjectLog:
         """Takes in what was appended since, by this process or another."""
         with self._lock:
             try:
+                if self.path.exists() and not self.path.is_file():
+                    raise DiskError(f"{self.path}: not a file; move it away, it is made anew")
                 with open(self.path, "rb") as f:
                     f.seek(self._read_nbytes)
                     data = f.read()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deltafin.errors import Missing, NotFound
+from deltafin.errors import BadRequest, Missing, NotFound
 from deltafin.indexer import (
     Catalog,
     Location,
@@ -16,6 +16,7 @@ from deltafin.indexer import (
     RetryPolicy,
     build_catalog,
     catalog_path,
+    check_files,
     hub_files,
     parse_model,
 )
@@ -57,9 +58,16 @@ def open_catalog(
 ) -> Catalog:
     """The catalog of a model; built now if it is missing and its source is within reach."""
     path = catalog_path(cache, ref.name)
-    if path.exists():
+    if _exists(path):
         catalog = Catalog(path)
-        if ref.path is None or catalog.location.path == str(ref.path.resolve()) or _is_cache_folder(ref.path):
+        if ref.path is None:
+            return catalog
+        if catalog.location.path == str(ref.path.resolve()) or _is_cache_folder(ref.path):
+            try:
+                check_files(catalog)
+            except BaseException:
+                catalog.close()
+                raise
             return catalog
         catalog.close()  # the directory moved, e.g. the built-in demo with its environment
     if not ref.indexable:
@@ -68,10 +76,20 @@ def open_catalog(
         raise Missing(f"{ref.asked} is not indexed on this machine; without --offline run: df-index build {ref.asked}")
     source = ref.source(policy)
     try:
-        build_catalog(source, path, ref.name, progress)
+        build_catalog(source, path, ref.name, progress, wait=True)
     finally:
         source.close()
     return Catalog(path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        str(path).encode()
+        return path.stat().st_size >= 0
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as e:
+        raise BadRequest(f"the cache directory {str(path.parent)!r} cannot be used ({e}); choose another") from None
 
 
 def default_cache(environ: Mapping[str, str] = os.environ) -> Path:

@@ -78,9 +78,12 @@ class Root:
         try:
             if not self._holds(entry, view):
                 self._write(view, final)
-            self.log.append(key, entry)
         except OSError as e:
             raise disk_error(e, final) from None
+        try:
+            self.log.append(key, entry)
+        except OSError as e:
+            raise disk_error(e, self.log.path) from None
         self._checked.add(entry.sha256)
         return entry
 
@@ -161,7 +164,7 @@ class ShardDirectory:
     def __init__(self, path: Path, catalog: Catalog, *, required: bool) -> None:
         self.path = path
         self._catalog = catalog
-        self._required = required  # the catalog was built from here: a change is an error, not a miss
+        self.required = required  # the catalog was built from here: a change is an error, not a miss
         self._lock = threading.Lock()
         self._usable: dict[int, bool] = {}
 
@@ -191,12 +194,15 @@ class ShardDirectory:
             try:
                 read_file(path, 0, memoryview(header))
             except DiskError as e:
-                if self._required:
+                if self.required:
                     raise
                 log.warning("%s; left alone", e)
                 return False
-            same = hashlib.sha256(header[_PREFIX_NBYTES:]).hexdigest() == shard.header_sha256
-        if not same and self._required:
+            same = (
+                int.from_bytes(header[:_PREFIX_NBYTES], "little") == shard.header_nbytes
+                and hashlib.sha256(header[_PREFIX_NBYTES:]).hexdigest() == shard.header_sha256
+            )
+        if not same and self.required:
             raise BadCatalog(f"{path}: changed since it was indexed; rebuild the catalog with df-index build")
         if not same:
             log.warning("%s: not the shard that was indexed; left alone", path)
