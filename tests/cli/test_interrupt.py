@@ -162,6 +162,30 @@ def test_a_reader_that_leaves_ends_df_fetch_without_a_word(start, tmp_path):
     assert err == b""
 
 
+@pytest.mark.parametrize("args", [["df-run", "demo", *STORY], ["df-fetch", "status", "demo"]], ids=["run", "fetch"])
+def test_output_that_finds_no_room_is_one_line(start, args):
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    with open("/dev/full", "wb") as full:
+        process = start(*args, stdout=full)
+        err = process.stderr.read()
+    assert process.wait(timeout=60) == 1
+    assert err == f"{args[0]}: cannot write the output: No space left on device\n".encode()
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+@pytest.mark.parametrize(
+    "args",
+    [["df-run", "demo", "--prompt", "a", "--max-new", "2"], ["df-fetch", "status", "demo"]],
+    ids=["run", "fetch"],
+)
+def test_a_stream_that_the_caller_closed_is_nobodys_trouble(start, args, stream):
+    process = start(*args, preexec_fn=lambda: os.close(stream))
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    assert bool(out) == (stream == 2)
+
+
 # ---- kills ----------------------------------------------------------------------------------------------
 
 

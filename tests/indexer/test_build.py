@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deltafin.errors import BadCheckpoint
-from deltafin.indexer import Catalog, clear_stale, publish_bytes, temporary
+from deltafin.indexer import Catalog, clear_stale, publish, temporary
 
 DF_INDEX = Path(sys.executable).with_name("df-index")
 
@@ -187,9 +187,15 @@ def test_temporary_names_are_never_the_same_twice_and_fit_a_file_system(tmp_path
 
 def test_a_small_file_is_replaced_as_a_whole(tmp_path):
     path = tmp_path / "file"
-    publish_bytes(b"old", path)
+
+    def write(data: bytes) -> None:
+        part = temporary(tmp_path, "file")
+        part.write_bytes(data)
+        publish(part, path)
+
+    write(b"old")
     with open(path, "rb") as reader:
-        publish_bytes(b"new and longer", path)
+        write(b"new and longer")
         assert (reader.read(), path.read_bytes()) == (b"old", b"new and longer")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
