@@ -42,7 +42,7 @@ def test_a_second_builder_of_the_same_catalog_is_told_that_the_first_is_busy(tin
             assert first.poll() is None
         second = df_index("build", "some/model")
         assert second.status == 1
-        assert "busy, another df-index is building this catalog" in second.line
+        assert "busy, another process is building this catalog" in second.line
         other = df_index("build", tiny_dir)  # under another name
         assert other.status == 0
     finally:

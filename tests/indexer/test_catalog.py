@@ -235,7 +235,7 @@ def test_a_last_page_that_is_no_trailer_is_refused(finished, tmp_path, blob):
 def test_some_other_file_or_a_directory_is_no_catalog(tmp_path, tiny_dir):
     with pytest.raises(BadCatalog, match="no catalog, or it was cut short"):
         Catalog(tiny_dir / "config.json")
-    with pytest.raises(BadCatalog, match="Is a directory"):
+    with pytest.raises(BadCatalog, match="not a file"):
         Catalog(tmp_path)
 
 

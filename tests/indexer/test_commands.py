@@ -95,10 +95,11 @@ def test_list_shows_all_catalogs_and_what_is_wrong_with_the_others(built, df_ind
     (catalogs / "bad.catalog").write_bytes((catalogs / "it.catalog").read_bytes()[:-1])
     (catalogs / "note.txt").write_text("not a catalog")
     result = df_index("list")
-    assert (result.status, result.stderr) == (0, "")
-    lines = result.stdout.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["bad", "demo", "it"]
-    assert "rebuild it with df-index build" in lines[0]
+    assert result.status == 1
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["demo", "it"]
+    assert result.stderr.startswith("bad: ")
+    assert "rebuild it with df-index build" in result.stderr
+    assert result.stderr.count("\n") == 1
     facts = json.loads(df_index("list", "--json").stdout)
     assert [f["name"] for f in facts] == ["bad", "demo", "it"]
     assert "rebuild" in facts[0]["error"]

@@ -108,7 +108,7 @@ def test_a_small_file_that_is_not_small_is_refused(tiny_copy, build, name):
 def test_a_folder_in_place_of_a_file_is_named(tiny_copy, build, name):
     (tiny_copy.folder / name).unlink()
     (tiny_copy.folder / name).mkdir()
-    with pytest.raises(DeltafinError, match=f"{name}: .*(directory|bytes)"):
+    with pytest.raises(DeltafinError, match=f"{name}: .*(not a file|directory|bytes)"):
         build(tiny_copy.folder)
 
 
