@@ -28,17 +28,20 @@ from deltafin.indexer.publish import disk_error, publish, temporary
 from deltafin.indexer.sources import Location
 
 FORMAT = "deltafin-catalog"
-VERSION = 1
+VERSION = 2
 _PAGE_NBYTES = 4096
 _READ_NBYTES = 1 << 20
 _EXPERT = struct.Struct("<HQ")  # shard number, offset
 _EXPERT_KEY = struct.Struct(">cHH")  # b"e", layer, expert
 _LMDB_MAGIC = 0xBEEFC0DE
 
-# How the spine is cut into spans, the unit of fetching and caching. A span is fetched again as a whole
-# after a kill, so it must not be huge; nor so small that requests dominate.
-SPINE_SPAN_NBYTES = 64 << 20
+# How the spine is cut into spans, the unit of fetching, caching, checking and streaming. A matrix is multiplied
+# block by block as its spans arrive, so a span is rows of one matrix, or small tensors together. Two of them must fit
+# where memory is small, and one is fetched again as a whole after a kill, so they must not be huge; nor so small that
+# requests dominate.
+SPINE_SPAN_NBYTES = 32 << 20
 EMBEDDING_SPAN_NBYTES = 4 << 20
+SMALL_TENSOR_NBYTES = 64 << 10  # up to here a matrix is read together with its neighbours
 
 GLOBALS = -1  # the "layer" of final norms, in selections of the spine
 
@@ -324,19 +327,28 @@ def _records(name: str, location: Location, layout: Layout, files: dict[str, byt
 
 
 def _group(places: list[Place]) -> dict[str, object]:
-    """Runs of touching tensors, each cut into spans of at most SPINE_SPAN_NBYTES."""
-    runs: list[list[int]] = []  # shard, begin, end
+    """Matrices cut at rows, and runs of touching small tensors."""
+    spans: list[tuple[int, int, int]] = []
+    open_end: tuple[int, int] | None = None  # shard and offset at which a small tensor may join the last span
     for p in places:
-        if runs and runs[-1][0] == p.shard and runs[-1][2] == p.offset:
-            runs[-1][2] += p.nbytes
+        if len(p.shape) == 2 and p.nbytes > SMALL_TENSOR_NBYTES:
+            spans += _row_spans(p)
+            open_end = None
+            continue
+        if open_end == (p.shard, p.offset) and spans[-1][2] + p.nbytes <= SPINE_SPAN_NBYTES:
+            spans[-1] = (p.shard, spans[-1][1], spans[-1][2] + p.nbytes)
         else:
-            runs.append([p.shard, p.offset, p.offset + p.nbytes])
-    spans = [
-        (shard, at, min(SPINE_SPAN_NBYTES, end - at))
-        for shard, begin, end in runs
-        for at in range(begin, end, SPINE_SPAN_NBYTES)
-    ]
+            spans.append((p.shard, p.offset, p.nbytes))
+        open_end = (p.shard, p.offset + p.nbytes)
     return {"spans": spans, "tensors": [_place(p) for p in places]}
+
+
+def _row_spans(place: Place) -> list[tuple[int, int, int]]:
+    """A matrix in as few spans as its size asks for, all of nearly the same number of rows."""
+    rows, row_nbytes = place.shape[0], place.nbytes // place.shape[0]
+    pieces = min(rows, -(-place.nbytes // SPINE_SPAN_NBYTES))
+    step = -(-rows // pieces) * row_nbytes
+    return [(place.shard, place.offset + at, min(step, place.nbytes - at)) for at in range(0, place.nbytes, step)]
 
 
 def _row_table(place: Place, limit: int) -> dict[str, object]:

@@ -205,7 +205,7 @@ def with_trailer(finished: Path, path: Path, **changes: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("changes", [{"version": 2}, {"version": "1"}, {"format": "another-catalog"}], ids=str)
+@pytest.mark.parametrize("changes", [{"version": 1}, {"version": "2"}, {"format": "another-catalog"}], ids=str)
 def test_a_catalog_of_another_version_says_so_and_what_to_do(finished, tmp_path, changes):
     with pytest.raises(BadCatalog, match=r"another version of Deltafin .*; rebuild it with df-index build"):
         Catalog(with_trailer(finished, tmp_path / "x.catalog", **changes))

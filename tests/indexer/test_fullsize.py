@@ -96,24 +96,35 @@ def test_expert_spans_are_where_the_headers_put_them(catalog, make_fullsize):
     assert first.offset % 4096 == 3088
 
 
-def test_the_spine_is_cut_into_spans_of_64_mib_that_cover_it(catalog):
+def test_the_spine_is_cut_at_rows_into_spans_of_32_mib_that_cover_it(catalog):
     total = 0
     for layer in range(93):
         group = catalog.spine(layer)
         assert {s.shard for s in group.spans} == {layer}
-        assert all(s.nbytes == 64 * MIB for s in group.spans[:-1])
-        assert 0 < group.spans[-1].nbytes <= 64 * MIB
         at = 8 + catalog.shards[layer].header_nbytes
         for span in group.spans:
             assert span.offset == at
+            assert 0 < span.nbytes <= 32 * MIB
             at += span.nbytes
         assert at == group.tensors[-1].offset + group.tensors[-1].nbytes
+        for tensor in group.tensors:
+            inside = [
+                s
+                for s in group.spans
+                if s.offset < tensor.offset + tensor.nbytes and tensor.offset < s.offset + s.nbytes
+            ]
+            if tensor.nbytes > 64 << 10 and len(tensor.shape) == 2:
+                row_nbytes = tensor.nbytes // tensor.shape[0]
+                assert sum(s.nbytes for s in inside) == tensor.nbytes
+                assert all(s.nbytes % row_nbytes == 0 for s in inside)
+            else:
+                assert len(inside) == 1
         total += sum(s.nbytes for s in group.spans)
     assert total == 108_811_877_376
 
 
 def test_the_vocabulary_tables_are_cut_at_rows(catalog):
-    for table, limit in ((catalog.embedding(), 4 * MIB), (catalog.head(), 64 * MIB)):
+    for table, limit in ((catalog.embedding(), 4 * MIB), (catalog.head(), 32 * MIB)):
         assert table.tensor.nbytes == 2_348_810_240
         assert table.rows_per_span * 7168 * 2 <= limit
         assert sum(s.nbytes for s in table.spans) == table.tensor.nbytes

@@ -301,6 +301,7 @@ def small_spans() -> Callable[..., object]:
     def patched() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("deltafin.indexer.catalog.SPINE_SPAN_NBYTES", 20_001)
+            patch.setattr("deltafin.indexer.catalog.SMALL_TENSOR_NBYTES", 3_000)
             patch.setattr("deltafin.indexer.catalog.EMBEDDING_SPAN_NBYTES", 8192)
             yield
 
