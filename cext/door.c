@@ -10,6 +10,7 @@ static const struct {
 } types[] = {
     {'f', 4, "float32", "f"},  {'H', 2, "uint16", "H"}, {'B', 1, "uint8", "B"},
     {'b', 1, "int8", "b"},     {'i', 4, "int32", "il"}, {'q', 8, "int64", "lq"},
+    {'I', 4, "uint32", "IL"},
 };
 
 static size_t type_index(char type)
@@ -122,6 +123,14 @@ int door_count(const char *function, Py_ssize_t given, Py_ssize_t wanted)
     if (given == wanted)
         return 0;
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", function, wanted, given);
+    return -1;
+}
+
+int door_count_either(const char *function, Py_ssize_t given, Py_ssize_t wanted)
+{
+    if (given == wanted || given == wanted + 1)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd or %zd arguments, not %zd", function, wanted, wanted + 1, given);
     return -1;
 }
 

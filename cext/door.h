@@ -21,7 +21,7 @@ extern PyMethodDef door_vector_methods[];
 /* What an array argument must be. */
 struct door_spec {
     const char *name; /* for messages */
-    char type;        /* f float32, H uint16, B uint8, b int8, i int32, q int64 */
+    char type;        /* f float32, H uint16, B uint8, b int8, i int32, I uint32, q int64 */
     int ndim;         /* number of dimensions; -1 is any up to DOOR_MOST_DIMS */
     int flags;        /* of the following */
 };
@@ -51,6 +51,7 @@ int door_overlap(const struct door_array *a, const struct door_array *b);
 
 /* Each: 0, or -1 with a ValueError or TypeError that names the argument. */
 int door_count(const char *function, Py_ssize_t given, Py_ssize_t wanted);
+int door_count_either(const char *function, Py_ssize_t given, Py_ssize_t wanted); /* or one more */
 int door_dim(const struct door_array *a, int dim, size_t wanted); /* a.shape[dim] == wanted */
 int door_size(PyObject *arg, const char *name, size_t least, size_t most, size_t *out); /* an int in least .. most */
 int door_float(PyObject *arg, const char *name, float *out); /* rounded to float32; not NaN */

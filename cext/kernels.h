@@ -13,10 +13,14 @@
 struct dots {
     float *out;             /* [rows][n], rows out_stride floats apart */
     const float *x;         /* [rows][k], rows x_stride floats apart */
-    const void *w;          /* [n][k] in the format, rows w_stride bytes apart; MXFP4: [n][k/2] bytes */
-    const void *scale;      /* MXFP4: [n][k/32] bytes, none 255, rows scale_stride bytes apart; int8: [n] floats */
+    const void *w;          /* [n][k] in the format, rows w_stride bytes apart; MXFP4: [n][k/2] bytes; bf12: [n][k/32][48] */
+    const void *scale;      /* MXFP4: [n][k/32] bytes, none 255, rows scale_stride bytes apart; int8: [n] floats; bf12: the
+                               rows' bases, [n] bytes */
+    const void *starts;     /* bf12: u32[n + 1]; row j's exceptions are those from starts[j] up to starts[j + 1] */
+    const void *columns;    /* bf12: u16 for each exception of the whole matrix, below k, ascending in a row */
+    const void *values;     /* bf12: u16 for each, its bf16; starts, columns and values may lie at any address */
     size_t out_stride, x_stride, w_stride, scale_stride;
-    size_t rows, n, k;      /* MXFP4: k is a multiple of 32 */
+    size_t rows, n, k;      /* MXFP4, bf12: k is a multiple of 32 */
 };
 
 /* scratch: DOTS_SCRATCH bytes aligned to 64, of the caller's own; a pool job uses the front of its scratch. */
@@ -24,7 +28,7 @@ struct dots {
 typedef void dots_kernel(const struct dots *d, void *scratch);
 
 struct matmul_kernels {
-    dots_kernel *mxfp4, *bf16, *f32, *int8;
+    dots_kernel *mxfp4, *bf16, *f32, *int8, *bf12;
 };
 
 /* Defined in vector.h. */

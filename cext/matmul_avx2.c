@@ -12,6 +12,7 @@
 #endif
 #include <immintrin.h>
 
+#include "bf12.h"
 #include "kernels.h"
 #include "mxfp4_table.h"
 
@@ -122,6 +123,42 @@ INLINE lanes load_int8(const uint8_t *w, const uint8_t *scale, size_t k)
     return (lanes){widen_int8(_mm_loadl_epi64((const __m128i *)(w + k))), widen_int8(_mm_loadl_epi64((const __m128i *)(w + k + 8)))};
 }
 
+/* The bits that an exponent of a bf12 row puts into the upper and into the lower byte of a bf16, for each offset; in both
+ * 128-bit halves. */
+struct exponents {
+    __m256i upper, lower;
+};
+
+INLINE struct exponents exponents_bf12(uint8_t base)
+{
+    const __m128i offsets = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m128i exponents = _mm_sub_epi8(_mm_set1_epi8((char)base), offsets);
+    return (struct exponents){
+        _mm256_broadcastsi128_si256(_mm_and_si128(_mm_srli_epi16(exponents, 1), _mm_set1_epi8(0x7f))),
+        _mm256_broadcastsi128_si256(_mm_and_si128(_mm_slli_epi16(exponents, 7), _mm_set1_epi8((char)0x80))),
+    };
+}
+
+/* What the codes of a group of 32 say. Bytes are first put into the order of which two rounds of unpacking, each within a
+ * 128-bit half, make the order of lanes: 0 8 16 24 and 4 12 20 28, each with the three that follow it. */
+INLINE void load_bf12(const uint8_t *group, struct exponents exponents, lanes weights[2])
+{
+    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), order_offsets = _mm256_setr_epi32(0, 2, 0, 2, 1, 3, 1, 3);
+    const __m256i sign = _mm256_set1_epi8((char)0x80), zeros = _mm256_setzero_si256();
+    const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i *)group), order);
+    const __m256i pairs = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(group + 32)));
+    const __m256i halves = _mm256_srlv_epi64(_mm256_permutevar8x32_epi32(pairs, order_offsets), _mm256_setr_epi64x(0, 4, 0, 4));
+    const __m256i offsets = _mm256_and_si256(halves, _mm256_set1_epi8(15));
+    const __m256i upper = _mm256_or_si256(_mm256_and_si256(sign, codes), _mm256_shuffle_epi8(exponents.upper, offsets));
+    const __m256i lower = _mm256_or_si256(_mm256_andnot_si256(sign, codes), _mm256_shuffle_epi8(exponents.lower, offsets));
+    const __m256i words[2] = {_mm256_unpacklo_epi8(lower, upper), _mm256_unpackhi_epi8(lower, upper)};
+    for (int i = 0; i < 2; i++)
+        weights[i] = (lanes){
+            _mm256_castsi256_ps(_mm256_unpacklo_epi16(zeros, words[i])),
+            _mm256_castsi256_ps(_mm256_unpackhi_epi16(zeros, words[i])),
+        };
+}
+
 INLINE lanes or_minus_zero(lanes v, size_t count)
 {
     const __m256 rest = _mm256_set1_ps(-0.0f);
@@ -203,7 +240,7 @@ INLINE void store_sums(float *out, __m256 sums, const float *row_scale, size_t c
 
 /* What is the same for a format in all kernels; constants after inlining. */
 struct format {
-    load_weights *load;
+    load_weights *load; /* NULL: bf12, which has functions of its own; then all below is 0 */
     load_tail *tail; /* NULL where k is a multiple of 32, and there are scales for 32 */
     size_t line;     /* weights in 64 bytes */
     int columns;     /* load gives columns, and x is in them too */
@@ -230,6 +267,17 @@ INLINE void few_step(lanes acc[FEW][FEW_N], const uint8_t *w, size_t stride, con
             for (size_t r = 0; r < rows; r++)
                 acc[r][i] = fma16(weights, load(x + r * x_stride + k), acc[r][i]);
         }
+}
+
+INLINE void store_few(const struct dots *d, size_t j, size_t count, lanes acc[FEW][FEW_N], struct format f, size_t outputs,
+                      size_t rows)
+{
+    for (size_t r = 0; r < rows; r++) {
+        lanes v[8];
+        for (size_t i = 0; i < 8; i++)
+            v[i] = f.columns ? out_of_columns(acc[r][i % outputs]) : acc[r][i % outputs];
+        store_sums(d->out + r * d->out_stride + j, trees(v), row_scale(d, f, j), count);
+    }
 }
 
 /* Some outputs from row j of the weights on; with a stride of 0 always the same, of which `count` are stored. */
@@ -271,12 +319,7 @@ INLINE void few_outputs(const struct dots *d, size_t j, size_t count, size_t str
             for (size_t r = 0; r < rows; r++)
                 acc[r][i] = fma16(weights, load_some(x + r * x_stride, left, 0.0f), acc[r][i]);
         }
-    for (size_t r = 0; r < rows; r++) {
-        lanes v[8];
-        for (size_t i = 0; i < 8; i++)
-            v[i] = f.columns ? out_of_columns(acc[r][i % outputs]) : acc[r][i % outputs];
-        store_sums(d->out + r * d->out_stride + j, trees(v), row_scale(d, f, j), count);
-    }
+    store_few(d, j, count, acc, f, outputs, rows);
 }
 
 /* `outputs` and `rows` are constants: together they fill the registers. */
@@ -287,6 +330,79 @@ INLINE void few(const struct dots *d, const float *x, size_t x_stride, struct fo
         few_outputs(d, j, outputs, d->w_stride, d->scale_stride, x, x_stride, f, outputs, rows);
     for (size_t j = groups; j < d->n; j++)
         few_outputs(d, j, 1, 0, 0, x, x_stride, f, outputs, rows);
+}
+
+/* Decodes whole groups of a bf12 row from column k0 on, exceptions and all, and asks for as many at `next`. */
+INLINE void decode_bf12(float *to, const uint8_t *w, uint8_t base, struct bf12_exceptions *exceptions, size_t k0, size_t k,
+                        const uint8_t *next)
+{
+    const struct exponents exponents = exponents_bf12(base);
+    const uint8_t *group = w + k0 / BF12_GROUP * BF12_BYTES;
+    for (size_t at = 0; at < k; at += BF12_GROUP, group += BF12_BYTES, next += BF12_BYTES) {
+        lanes weights[2];
+        _mm_prefetch((const char *)next, _MM_HINT_T0);
+        load_bf12(group, exponents, weights);
+        store(to + at, weights[0]);
+        store(to + at + LANES, weights[1]);
+    }
+    bf12_patch(exceptions, to, k0, k0 + k);
+}
+
+/* A group of weights times the rows of x. */
+INLINE void few_group(lanes acc[FEW][FEW_N], size_t i, const lanes weights[2], const float *x, size_t x_stride, size_t rows)
+{
+    for (size_t half = 0; half < 2; half++)
+        for (size_t r = 0; r < rows; r++)
+            acc[r][i] = fma16(weights[half], load(x + r * x_stride + half * LANES), acc[r][i]);
+}
+
+/* Some outputs of a bf12 matrix from row j on. Groups without an exception are decoded in registers; the others, one in
+ * hundreds of a real matrix, by way of memory. */
+INLINE void few_outputs_bf12(const struct dots *d, size_t j, struct format f, size_t outputs, size_t rows)
+{
+    const uint8_t *w = (const uint8_t *)d->w + j * d->w_stride, *base = (const uint8_t *)d->scale + j;
+    const size_t ahead = outputs * d->w_stride < AHEAD ? AHEAD : outputs * d->w_stride;
+    const uint8_t *group = w, *next = w + ahead;
+    struct bf12_exceptions exceptions[FEW_N];
+    struct exponents exponents[FEW_N];
+    lanes acc[FEW][FEW_N], weights[2];
+    for (size_t i = 0; i < outputs; i++) {
+        exceptions[i] = bf12_exceptions(d, j + i);
+        exponents[i] = exponents_bf12(base[i]);
+        for (size_t r = 0; r < rows; r++)
+            acc[r][i] = zero();
+    }
+    for (size_t k = 0;; k += BF12_GROUP, group += BF12_BYTES, next += outputs * BF12_BYTES) {
+        const size_t patched = bf12_patched(exceptions, outputs, d->k);
+        for (; k < patched; k += BF12_GROUP, group += BF12_BYTES, next += outputs * BF12_BYTES) {
+            for (size_t at = 0; at < outputs * BF12_BYTES; at += 64)
+                _mm_prefetch((const char *)next + at, _MM_HINT_T1);
+            for (size_t i = 0; i < outputs; i++) {
+                load_bf12(group + i * d->w_stride, exponents[i], weights);
+                few_group(acc, i, weights, d->x + k, d->x_stride, rows);
+            }
+        }
+        if (k == d->k)
+            break;
+        for (size_t i = 0; i < outputs; i++) {
+            float decoded[BF12_GROUP] __attribute__((aligned(32)));
+            decode_bf12(decoded, w + i * d->w_stride, base[i], &exceptions[i], k, BF12_GROUP, next);
+            weights[0] = load(decoded);
+            weights[1] = load(decoded + LANES);
+            few_group(acc, i, weights, d->x + k, d->x_stride, rows);
+        }
+    }
+    store_few(d, j, outputs, acc, f, outputs, rows);
+}
+
+/* `outputs` and `rows` are constants. */
+INLINE void few_bf12(const struct dots *d, struct format f, size_t outputs, size_t rows)
+{
+    const size_t groups = d->n / outputs * outputs;
+    for (size_t j = 0; j < groups; j += outputs)
+        few_outputs_bf12(d, j, f, outputs, rows);
+    for (size_t j = groups; j < d->n; j++)
+        few_outputs_bf12(d, j, f, 1, rows);
 }
 
 /* ---- many rows ---- */
@@ -363,21 +479,34 @@ INLINE void decode(float *to, const uint8_t *w, const uint8_t *scale, size_t k0,
         store(to + at, f.tail(w, k0 + at, k - at));
 }
 
+/* Decodes k weights of row j from k0 on, and asks for as many of what is decoded next. */
+INLINE void decode_row(const struct dots *d, size_t j, size_t k0, size_t k, struct bf12_exceptions *exceptions, float *to,
+                       struct format f)
+{
+    const uint8_t *w = (const uint8_t *)d->w + j * d->w_stride;
+    const uint8_t *scale = f.tail ? w : (const uint8_t *)d->scale + j * d->scale_stride;
+    const size_t nbytes = f.load ? 64 / (f.line / LANES) : BF12_BYTES / 2; /* of 16 weights */
+    const uint8_t *next = k0 + k < d->k ? w + (k0 + k) / LANES * nbytes : w + GROUP_N * d->w_stride;
+    if (f.load)
+        decode(to, w, scale, k0, k, next, f);
+    else
+        decode_bf12(to, w, *scale, exceptions, k0, k, next);
+}
+
 /* Up to MOST_ROWS rows from row0 on. kept: rows by GROUP_N; decoded: GROUP_N stretches. */
 INLINE void many(const struct dots *d, size_t row0, size_t rows, struct format f, lanes *kept, float *decoded)
 {
     for (size_t j = 0; j < d->n; j += GROUP_N) {
         const size_t count = d->n - j < GROUP_N ? d->n - j : GROUP_N; /* what is decoded past it is of an earlier group */
+        struct bf12_exceptions exceptions[GROUP_N] = {{0}};
+        for (size_t i = 0; !f.load && i < count; i++)
+            exceptions[i] = bf12_exceptions(d, j + i);
         for (size_t i = 0; i < rows * GROUP_N; i++)
             kept[i] = zero();
         for (size_t k0 = 0; k0 < d->k; k0 += STRETCH) {
             const size_t k = d->k - k0 < STRETCH ? d->k - k0 : STRETCH;
-            for (size_t i = 0; i < count; i++) {
-                const uint8_t *w = (const uint8_t *)d->w + (j + i) * d->w_stride;
-                const uint8_t *scale = f.tail ? w : (const uint8_t *)d->scale + (j + i) * d->scale_stride;
-                const uint8_t *next = k0 + k < d->k ? w + (k0 + k) / LANES * (64 / (f.line / LANES)) : w + GROUP_N * d->w_stride;
-                decode(decoded + i * STRETCH, w, scale, k0, k, next, f);
-            }
+            for (size_t i = 0; i < count; i++)
+                decode_row(d, j + i, k0, k, &exceptions[i], decoded + i * STRETCH, f);
             tiles(decoded, d->x + row0 * d->x_stride + k0, d->x_stride, k, kept, rows);
         }
         for (size_t r = 0; r < rows; r++) {
@@ -437,7 +566,20 @@ static void dots_bf16(const struct dots *d, void *scratch) { dots(d, (struct for
 static void dots_f32(const struct dots *d, void *scratch) { dots(d, (struct format){load_f32, tail_f32, 16, 0, 0}, scratch); }
 static void dots_int8(const struct dots *d, void *scratch) { dots(d, (struct format){load_int8, tail_int8, 64, 0, 1}, scratch); }
 
-const struct matmul_kernels matmul_avx2 = {dots_mxfp4, dots_bf16, dots_f32, dots_int8};
+static void dots_bf12(const struct dots *d, void *scratch)
+{
+    const struct format f = {.load = NULL};
+    switch (d->rows) {
+    case 0: break;
+    case 1: few_bf12(d, f, 2, 1); break;
+    case 2: few_bf12(d, f, 2, 2); break;
+    case 3: few_bf12(d, f, 1, 3); break;
+    case 4: few_bf12(d, f, 1, 4); break;
+    default: many_blocks(d, f, scratch);
+    }
+}
+
+const struct matmul_kernels matmul_avx2 = {dots_mxfp4, dots_bf16, dots_f32, dots_int8, dots_bf12};
 
 #if defined(__clang__)
 #pragma clang attribute pop

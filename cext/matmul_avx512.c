@@ -11,6 +11,7 @@
 #endif
 #include <immintrin.h>
 
+#include "bf12.h"
 #include "kernels.h"
 #include "mxfp4_table.h"
 
@@ -69,6 +70,31 @@ INLINE __m512 load_int8(const uint8_t *w, const uint8_t *scale, size_t k)
 {
     (void)scale;
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(w + k))));
+}
+
+/* The exponent bits of a bf12 row for each offset. */
+INLINE __m512i exponents_bf12(uint8_t base)
+{
+    const __m512i offsets = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i exponents = _mm512_sub_epi32(_mm512_set1_epi32(base), offsets);
+    return _mm512_and_si512(_mm512_slli_epi32(exponents, 23), _mm512_set1_epi32(0x7f800000));
+}
+
+/* 16 codes, sign-extended, and the permutation of the exponents by offset, which looks at the low four bits only. */
+INLINE __m512 weights_bf12(const uint8_t *from, __m512i offsets, __m512i exponents)
+{
+    const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+    const __m512i sign_and_mantissa = _mm512_set1_epi32((int)0x807f0000);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_slli_epi32(codes, 16), sign_and_mantissa,
+                                                         _mm512_permutexvar_epi32(offsets, exponents), 0xea)); /* a & b | c */
+}
+
+/* What the codes of a group of 32 say. */
+INLINE void load_bf12(const uint8_t *group, __m512i exponents, __m512 weights[2])
+{
+    const __m512i offsets = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(group + 32)));
+    weights[0] = weights_bf12(group, offsets, exponents);
+    weights[1] = weights_bf12(group + 16, _mm512_srli_epi32(offsets, 4), exponents);
 }
 
 INLINE __m512 or_minus_zero(__m512 v, __mmask16 some) { return _mm512_mask_mov_ps(_mm512_set1_ps(-0.0f), some, v); }
@@ -133,7 +159,7 @@ INLINE void store_sums(float *out, __m256 sums, const float *row_scale, size_t c
 
 /* What is the same for a format in all kernels; constants after inlining. */
 struct format {
-    load_weights *load;
+    load_weights *load; /* NULL: bf12, which has functions of its own; then all below is 0 */
     load_tail *tail; /* NULL where k is a multiple of 16 */
     size_t line;     /* weights in 64 bytes */
     size_t alone;    /* rows of weights at a time for one row of x, which is a matter of streams from memory */
@@ -154,6 +180,17 @@ INLINE void few_step(__m512 acc[FEW][FEW_N], const uint8_t *w, size_t stride, co
         const __m512 weights = f.load(w + i * stride, scale + i * scale_stride, at);
         for (size_t r = 0; r < rows; r++)
             acc[r][i] = _mm512_fmadd_ps(weights, _mm512_loadu_ps(x + r * x_stride + at), acc[r][i]);
+    }
+}
+
+INLINE void store_few(const struct dots *d, size_t j, size_t count, __m512 acc[FEW][FEW_N], struct format f, size_t outputs,
+                      size_t rows)
+{
+    for (size_t r = 0; r < rows; r++) {
+        __m512 v[8];
+        for (size_t i = 0; i < 8; i++)
+            v[i] = f.paired ? unpaired(acc[r][i % outputs]) : acc[r][i % outputs];
+        store_sums(d->out + r * d->out_stride + j, trees(v), row_scale(d, f, j), count);
     }
 }
 
@@ -200,12 +237,7 @@ INLINE void few_outputs(const struct dots *d, size_t j, size_t count, size_t str
                 acc[r][i] = _mm512_fmadd_ps(weights, _mm512_maskz_loadu_ps(some, x + r * x_stride), acc[r][i]);
         }
     }
-    for (size_t r = 0; r < rows; r++) {
-        __m512 v[8];
-        for (size_t i = 0; i < 8; i++)
-            v[i] = f.paired ? unpaired(acc[r][i % outputs]) : acc[r][i % outputs];
-        store_sums(d->out + r * d->out_stride + j, trees(v), row_scale(d, f, j), count);
-    }
+    store_few(d, j, count, acc, f, outputs, rows);
 }
 
 /* `outputs` and `rows` are constants. */
@@ -216,6 +248,79 @@ INLINE void few(const struct dots *d, const float *x, size_t x_stride, struct fo
         few_outputs(d, j, outputs, d->w_stride, d->scale_stride, x, x_stride, f, outputs, rows);
     for (size_t j = groups; j < d->n; j++)
         few_outputs(d, j, 1, 0, 0, x, x_stride, f, outputs, rows);
+}
+
+/* Decodes whole groups of a bf12 row from column k0 on, exceptions and all, and asks for as many at `next`. */
+INLINE void decode_bf12(float *to, const uint8_t *w, uint8_t base, struct bf12_exceptions *exceptions, size_t k0, size_t k,
+                        const uint8_t *next)
+{
+    const __m512i exponents = exponents_bf12(base);
+    const uint8_t *group = w + k0 / BF12_GROUP * BF12_BYTES;
+    for (size_t at = 0; at < k; at += BF12_GROUP, group += BF12_BYTES, next += BF12_BYTES) {
+        __m512 weights[2];
+        _mm_prefetch(next, _MM_HINT_T0);
+        load_bf12(group, exponents, weights);
+        _mm512_store_ps(to + at, weights[0]);
+        _mm512_store_ps(to + at + LANES, weights[1]);
+    }
+    bf12_patch(exceptions, to, k0, k0 + k);
+}
+
+/* A group of weights times the rows of x. */
+INLINE void few_group(__m512 acc[FEW][FEW_N], size_t i, const __m512 weights[2], const float *x, size_t x_stride, size_t rows)
+{
+    for (size_t half = 0; half < 2; half++)
+        for (size_t r = 0; r < rows; r++)
+            acc[r][i] = _mm512_fmadd_ps(weights[half], _mm512_loadu_ps(x + r * x_stride + half * LANES), acc[r][i]);
+}
+
+/* Some outputs of a bf12 matrix from row j on. Groups without an exception are decoded in registers; the others, one in
+ * hundreds of a real matrix, by way of memory. */
+INLINE void few_outputs_bf12(const struct dots *d, size_t j, struct format f, size_t outputs, size_t rows)
+{
+    const uint8_t *w = (const uint8_t *)d->w + j * d->w_stride, *base = (const uint8_t *)d->scale + j;
+    const size_t ahead = outputs * d->w_stride < AHEAD ? AHEAD : outputs * d->w_stride;
+    const uint8_t *group = w, *next = w + ahead;
+    struct bf12_exceptions exceptions[FEW_N];
+    __m512i exponents[FEW_N];
+    __m512 acc[FEW][FEW_N], weights[2];
+    for (size_t i = 0; i < outputs; i++) {
+        exceptions[i] = bf12_exceptions(d, j + i);
+        exponents[i] = exponents_bf12(base[i]);
+        for (size_t r = 0; r < rows; r++)
+            acc[r][i] = _mm512_setzero_ps();
+    }
+    for (size_t k = 0;; k += BF12_GROUP, group += BF12_BYTES, next += outputs * BF12_BYTES) {
+        const size_t patched = bf12_patched(exceptions, outputs, d->k);
+        for (; k < patched; k += BF12_GROUP, group += BF12_BYTES, next += outputs * BF12_BYTES) {
+            for (size_t at = 0; at < outputs * BF12_BYTES; at += 64)
+                _mm_prefetch(next + at, _MM_HINT_T1);
+            for (size_t i = 0; i < outputs; i++) {
+                load_bf12(group + i * d->w_stride, exponents[i], weights);
+                few_group(acc, i, weights, d->x + k, d->x_stride, rows);
+            }
+        }
+        if (k == d->k)
+            break;
+        for (size_t i = 0; i < outputs; i++) {
+            float decoded[BF12_GROUP] __attribute__((aligned(64)));
+            decode_bf12(decoded, w + i * d->w_stride, base[i], &exceptions[i], k, BF12_GROUP, next);
+            weights[0] = _mm512_load_ps(decoded);
+            weights[1] = _mm512_load_ps(decoded + LANES);
+            few_group(acc, i, weights, d->x + k, d->x_stride, rows);
+        }
+    }
+    store_few(d, j, outputs, acc, f, outputs, rows);
+}
+
+/* `outputs` and `rows` are constants. */
+INLINE void few_bf12(const struct dots *d, struct format f, size_t outputs, size_t rows)
+{
+    const size_t groups = d->n / outputs * outputs;
+    for (size_t j = 0; j < groups; j += outputs)
+        few_outputs_bf12(d, j, f, outputs, rows);
+    for (size_t j = groups; j < d->n; j++)
+        few_outputs_bf12(d, j, f, 1, rows);
 }
 
 /* ---- many rows ---- */
@@ -287,21 +392,34 @@ INLINE void decode(float *to, const uint8_t *w, const uint8_t *scale, size_t k0,
     }
 }
 
+/* Decodes k weights of row j from k0 on, and asks for as many of what is decoded next. */
+INLINE void decode_row(const struct dots *d, size_t j, size_t k0, size_t k, struct bf12_exceptions *exceptions, float *to,
+                       struct format f)
+{
+    const uint8_t *w = (const uint8_t *)d->w + j * d->w_stride;
+    const uint8_t *scale = f.tail ? w : (const uint8_t *)d->scale + j * d->scale_stride;
+    const size_t nbytes = f.load ? 64 / (f.line / LANES) : BF12_BYTES / 2; /* of 16 weights */
+    const uint8_t *next = k0 + k < d->k ? w + (k0 + k) / LANES * nbytes : w + TILE_N * d->w_stride;
+    if (f.load)
+        decode(to, w, scale, k0, k, next, f);
+    else
+        decode_bf12(to, w, *scale, exceptions, k0, k, next);
+}
+
 /* Up to MOST_ROWS rows from row0 on. lanes: rows by TILE_N; decoded: TILE_N stretches. */
 INLINE void many(const struct dots *d, size_t row0, size_t rows, struct format f, __m512 *lanes, float *decoded)
 {
     for (size_t j = 0; j < d->n; j += TILE_N) {
         const size_t count = d->n - j < TILE_N ? d->n - j : TILE_N; /* what is decoded past it is of an earlier group */
+        struct bf12_exceptions exceptions[TILE_N] = {{0}};
+        for (size_t i = 0; !f.load && i < count; i++)
+            exceptions[i] = bf12_exceptions(d, j + i);
         for (size_t i = 0; i < rows * TILE_N; i++)
             lanes[i] = _mm512_setzero_ps();
         for (size_t k0 = 0; k0 < d->k; k0 += STRETCH) {
             const size_t k = d->k - k0 < STRETCH ? d->k - k0 : STRETCH;
-            for (size_t i = 0; i < count; i++) {
-                const uint8_t *w = (const uint8_t *)d->w + (j + i) * d->w_stride;
-                const uint8_t *scale = f.tail ? w : (const uint8_t *)d->scale + (j + i) * d->scale_stride;
-                const uint8_t *next = k0 + k < d->k ? w + (k0 + k) / LANES * (64 / (f.line / LANES)) : w + TILE_N * d->w_stride;
-                decode(decoded + i * STRETCH, w, scale, k0, k, next, f);
-            }
+            for (size_t i = 0; i < count; i++)
+                decode_row(d, j + i, k0, k, &exceptions[i], decoded + i * STRETCH, f);
             tiles(decoded, d->x + row0 * d->x_stride + k0, d->x_stride, k, lanes, rows);
         }
         for (size_t r = 0; r < rows; r++) {
@@ -361,7 +479,20 @@ static void dots_bf16(const struct dots *d, void *scratch) { dots(d, (struct for
 static void dots_f32(const struct dots *d, void *scratch) { dots(d, (struct format){load_f32, tail_f32, 16, 4, 0, 0}, scratch); }
 static void dots_int8(const struct dots *d, void *scratch) { dots(d, (struct format){load_int8, tail_int8, 64, 4, 0, 1}, scratch); }
 
-const struct matmul_kernels matmul_avx512 = {dots_mxfp4, dots_bf16, dots_f32, dots_int8};
+static void dots_bf12(const struct dots *d, void *scratch)
+{
+    const struct format f = {.load = NULL};
+    switch (d->rows) {
+    case 0: break;
+    case 1: few_bf12(d, f, 2, 1); break;
+    case 2: few_bf12(d, f, FEW_N, 2); break;
+    case 3: few_bf12(d, f, FEW_N, 3); break;
+    case 4: few_bf12(d, f, FEW_N, 4); break;
+    default: many_blocks(d, f, scratch);
+    }
+}
+
+const struct matmul_kernels matmul_avx512 = {dots_mxfp4, dots_bf16, dots_f32, dots_int8, dots_bf12};
 
 #if defined(__clang__)
 #pragma clang attribute pop

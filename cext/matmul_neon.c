@@ -8,6 +8,7 @@
 #include <arm_neon.h>
 #include <string.h>
 
+#include "bf12.h"
 #include "kernels.h"
 #include "mxfp4_table.h"
 
@@ -116,6 +117,34 @@ INLINE lanes load_int8(const uint8_t *w, const uint8_t *scale, size_t k)
     }};
 }
 
+/* The bits that an exponent of a bf12 row puts into the upper and into the lower byte of a bf16, for each offset. */
+struct exponents {
+    uint8x16_t upper, lower;
+};
+
+INLINE struct exponents exponents_bf12(uint8_t base)
+{
+    static const uint8_t offsets[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const uint8x16_t exponents = vsubq_u8(vdupq_n_u8(base), vld1q_u8(offsets));
+    return (struct exponents){vshrq_n_u8(exponents, 1), vshlq_n_u8(exponents, 7)};
+}
+
+INLINE lanes weights_bf12(uint8x16_t codes, uint8x16_t offsets, struct exponents exponents)
+{
+    const uint8x16_t sign = vdupq_n_u8(0x80);
+    const uint8x16_t upper = vbslq_u8(sign, codes, vqtbl1q_u8(exponents.upper, offsets));
+    const uint8x16_t lower = vbslq_u8(sign, vqtbl1q_u8(exponents.lower, offsets), codes);
+    return widen_bf16(vreinterpretq_u16_u8(vzip1q_u8(lower, upper)), vreinterpretq_u16_u8(vzip2q_u8(lower, upper)));
+}
+
+/* What the codes of a group of 32 say. */
+INLINE void load_bf12(const uint8_t *group, struct exponents exponents, lanes weights[2])
+{
+    const uint8x16_t pairs = vld1q_u8(group + 32);
+    weights[0] = weights_bf12(vld1q_u8(group), vandq_u8(pairs, vdupq_n_u8(15)), exponents);
+    weights[1] = weights_bf12(vld1q_u8(group + 16), vshrq_n_u8(pairs, 4), exponents);
+}
+
 INLINE lanes or_minus_zero(lanes v, size_t count)
 {
     float some[LANES];
@@ -157,7 +186,7 @@ INLINE float tree(lanes v)
 
 /* What is the same for a format in all kernels; constants after inlining. */
 struct format {
-    load_weights *load;
+    load_weights *load; /* NULL: bf12, which has functions of its own; then all below is 0 */
     load_tail *tail; /* NULL where k is a multiple of 32, and there are scales for 32 */
     size_t line;     /* weights in 64 bytes */
     int scaled;      /* d->scale holds a float for each output */
@@ -243,6 +272,81 @@ INLINE void few(const struct dots *d, struct format f, size_t outputs, size_t ro
         few_outputs(d, j, 1, 0, 0, f, outputs, rows);
 }
 
+/* Decodes whole groups of a bf12 row from column k0 on, exceptions and all, and asks for as many at `next`. */
+INLINE void decode_bf12(float *to, const uint8_t *w, uint8_t base, struct bf12_exceptions *exceptions, size_t k0, size_t k,
+                        const uint8_t *next)
+{
+    const struct exponents exponents = exponents_bf12(base);
+    const uint8_t *group = w + k0 / BF12_GROUP * BF12_BYTES;
+    for (size_t at = 0; at < k; at += BF12_GROUP, group += BF12_BYTES, next += BF12_BYTES) {
+        lanes weights[2];
+        __builtin_prefetch(next);
+        load_bf12(group, exponents, weights);
+        store(to + at, weights[0]);
+        store(to + at + LANES, weights[1]);
+    }
+    bf12_patch(exceptions, to, k0, k0 + k);
+}
+
+/* A group of weights times the rows of x. */
+INLINE void few_group(lanes acc[FEW][FEW_N], size_t i, const lanes weights[2], const float *x, size_t x_stride, size_t rows)
+{
+    for (size_t half = 0; half < 2; half++)
+        for (size_t r = 0; r < rows; r++)
+            acc[r][i] = fma16(weights[half], load(x + r * x_stride + half * LANES), acc[r][i]);
+}
+
+/* Some outputs of a bf12 matrix from row j on. Groups without an exception are decoded in registers; the others, one in
+ * hundreds of a real matrix, by way of memory. */
+INLINE void few_outputs_bf12(const struct dots *d, size_t j, struct format f, size_t outputs, size_t rows)
+{
+    const uint8_t *w = (const uint8_t *)d->w + j * d->w_stride, *base = (const uint8_t *)d->scale + j;
+    const size_t ahead = outputs * d->w_stride < AHEAD ? AHEAD : outputs * d->w_stride;
+    const uint8_t *group = w, *next = w + ahead;
+    struct bf12_exceptions exceptions[FEW_N];
+    struct exponents exponents[FEW_N];
+    lanes acc[FEW][FEW_N], weights[2];
+    for (size_t i = 0; i < outputs; i++) {
+        exceptions[i] = bf12_exceptions(d, j + i);
+        exponents[i] = exponents_bf12(base[i]);
+        for (size_t r = 0; r < rows; r++)
+            acc[r][i] = zero();
+    }
+    for (size_t k = 0;; k += BF12_GROUP, group += BF12_BYTES, next += outputs * BF12_BYTES) {
+        const size_t patched = bf12_patched(exceptions, outputs, d->k);
+        for (; k < patched; k += BF12_GROUP, group += BF12_BYTES, next += outputs * BF12_BYTES) {
+            for (size_t at = 0; at < outputs * BF12_BYTES; at += 64)
+                __builtin_prefetch(next + at, 0, 2);
+            for (size_t i = 0; i < outputs; i++) {
+                load_bf12(group + i * d->w_stride, exponents[i], weights);
+                few_group(acc, i, weights, d->x + k, d->x_stride, rows);
+            }
+        }
+        if (k == d->k)
+            break;
+        for (size_t i = 0; i < outputs; i++) {
+            float decoded[BF12_GROUP];
+            decode_bf12(decoded, w + i * d->w_stride, base[i], &exceptions[i], k, BF12_GROUP, next);
+            weights[0] = load(decoded);
+            weights[1] = load(decoded + LANES);
+            few_group(acc, i, weights, d->x + k, d->x_stride, rows);
+        }
+    }
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < outputs; i++)
+            store_sum(d, r, j + i, acc[r][i], f);
+}
+
+/* `outputs` and `rows` are constants. */
+INLINE void few_bf12(const struct dots *d, struct format f, size_t outputs, size_t rows)
+{
+    const size_t groups = d->n / outputs * outputs;
+    for (size_t j = 0; j < groups; j += outputs)
+        few_outputs_bf12(d, j, f, outputs, rows);
+    for (size_t j = groups; j < d->n; j++)
+        few_outputs_bf12(d, j, f, 1, rows);
+}
+
 /* ---- many rows ---- */
 
 /* One tile over one stretch of k, as far as it is whole groups of lanes, a quarter of the lanes: w, x and kept point to that
@@ -317,21 +421,34 @@ INLINE void decode(float *to, const uint8_t *w, const uint8_t *scale, size_t k0,
         store(to + at, f.tail(w, k0 + at, k - at));
 }
 
+/* Decodes k weights of row j from k0 on, and asks for as many of what is decoded next. */
+INLINE void decode_row(const struct dots *d, size_t j, size_t k0, size_t k, struct bf12_exceptions *exceptions, float *to,
+                       struct format f)
+{
+    const uint8_t *w = (const uint8_t *)d->w + j * d->w_stride;
+    const uint8_t *scale = f.tail ? w : (const uint8_t *)d->scale + j * d->scale_stride;
+    const size_t nbytes = f.load ? 64 / (f.line / LANES) : BF12_BYTES / 2; /* of 16 weights */
+    const uint8_t *next = k0 + k < d->k ? w + (k0 + k) / LANES * nbytes : w + TILE_N * d->w_stride;
+    if (f.load)
+        decode(to, w, scale, k0, k, next, f);
+    else
+        decode_bf12(to, w, *scale, exceptions, k0, k, next);
+}
+
 /* Up to MOST_ROWS rows from row0 on. kept: rows by TILE_N; decoded: TILE_N stretches. */
 INLINE void many(const struct dots *d, size_t row0, size_t rows, struct format f, lanes *kept, float *decoded)
 {
     for (size_t j = 0; j < d->n; j += TILE_N) {
         const size_t count = d->n - j < TILE_N ? d->n - j : TILE_N; /* what is decoded past it is of an earlier group */
+        struct bf12_exceptions exceptions[TILE_N] = {{0}};
+        for (size_t i = 0; !f.load && i < count; i++)
+            exceptions[i] = bf12_exceptions(d, j + i);
         for (size_t i = 0; i < rows * TILE_N; i++)
             kept[i] = zero();
         for (size_t k0 = 0; k0 < d->k; k0 += STRETCH) {
             const size_t k = d->k - k0 < STRETCH ? d->k - k0 : STRETCH;
-            for (size_t i = 0; i < count; i++) {
-                const uint8_t *w = (const uint8_t *)d->w + (j + i) * d->w_stride;
-                const uint8_t *scale = f.tail ? w : (const uint8_t *)d->scale + (j + i) * d->scale_stride;
-                const uint8_t *next = k0 + k < d->k ? w + (k0 + k) / LANES * (64 / (f.line / LANES)) : w + TILE_N * d->w_stride;
-                decode(decoded + i * STRETCH, w, scale, k0, k, next, f);
-            }
+            for (size_t i = 0; i < count; i++)
+                decode_row(d, j + i, k0, k, &exceptions[i], decoded + i * STRETCH, f);
             tiles(decoded, d->x + row0 * d->x_stride + k0, d->x_stride, k, kept, rows);
         }
         for (size_t r = 0; r < rows; r++)
@@ -370,6 +487,19 @@ static void dots_bf16(const struct dots *d, void *scratch) { dots(d, (struct for
 static void dots_f32(const struct dots *d, void *scratch) { dots(d, (struct format){load_f32, tail_f32, 16, 0}, scratch); }
 static void dots_int8(const struct dots *d, void *scratch) { dots(d, (struct format){load_int8, tail_int8, 64, 1}, scratch); }
 
-const struct matmul_kernels matmul_neon = {dots_mxfp4, dots_bf16, dots_f32, dots_int8};
+static void dots_bf12(const struct dots *d, void *scratch)
+{
+    const struct format f = {.load = NULL};
+    switch (d->rows) {
+    case 0: break;
+    case 1: few_bf12(d, f, 2, 1); break;
+    case 2: few_bf12(d, f, 2, 2); break;
+    case 3: few_bf12(d, f, 1, 3); break;
+    case 4: few_bf12(d, f, 1, 4); break;
+    default: many_blocks(d, f, scratch);
+    }
+}
+
+const struct matmul_kernels matmul_neon = {dots_mxfp4, dots_bf16, dots_f32, dots_int8, dots_bf12};
 
 #endif

@@ -2,6 +2,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "bf12.h"
 #include "kernels.h"
 #include "mxfp4_table.h"
 
@@ -56,6 +57,16 @@ static float weight_int8(const uint8_t *w, const uint8_t *scale, size_t k)
     return (float)(int8_t)w[k];
 }
 
+/* What the codes say; an exception is still to be put in its place. */
+static float weight_bf12(const uint8_t *w, const uint8_t *base, size_t k)
+{
+    const uint8_t *group = w + k / BF12_GROUP * BF12_BYTES;
+    const size_t column = k % BF12_GROUP;
+    const uint32_t code = group[column], offsets = group[BF12_GROUP + column % 16];
+    const uint32_t exponent = (*base - (column < 16 ? offsets & 15 : offsets >> 4)) & 255;
+    return from_bits((code & 128) << 24 | exponent << 23 | (code & 127) << 16);
+}
+
 static inline __attribute__((always_inline)) void dots(const struct dots *d, weight *value)
 {
     for (size_t j = 0; j < d->n; j++) {
@@ -100,4 +111,23 @@ static void dots_int8(const struct dots *d, void *scratch)
     }
 }
 
-const struct matmul_kernels matmul_scalar = {dots_mxfp4, dots_bf16, dots_f32, dots_int8};
+static void dots_bf12(const struct dots *d, void *scratch)
+{
+    (void)scratch;
+    for (size_t j = 0; j < d->n; j++) {
+        const uint8_t *w = (const uint8_t *)d->w + j * d->w_stride, *base = (const uint8_t *)d->scale + j;
+        for (size_t r = 0; r < d->rows; r++) {
+            const float *x = d->x + r * d->x_stride;
+            struct bf12_exceptions exceptions = bf12_exceptions(d, j);
+            float lane[LANES] = {0};
+            for (size_t k = 0; k < d->k; k++) {
+                float value = weight_bf12(w, base, k);
+                bf12_patch(&exceptions, &value, k, k + 1);
+                lane[k % LANES] = fmaf(value, x[k], lane[k % LANES]);
+            }
+            d->out[r * d->out_stride + j] = halving_tree(lane);
+        }
+    }
+}
+
+const struct matmul_kernels matmul_scalar = {dots_mxfp4, dots_bf16, dots_f32, dots_int8, dots_bf12};

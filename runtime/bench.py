@@ -27,6 +27,7 @@ LEAST_ARENA = 192 << 20  # of weights, and at least four times the largest cache
 MOST_ARENA = 1 << 30
 READ_PART = 64 << 20  # of the arena in one turn
 FMA_STEPS = 100_000
+PACKED_ROWS = 96  # of a bf12 matrix, before they repeat
 MOST_FLOP = 1.5e9  # in one turn of one thread: longer matrices are cut
 
 Floats = npt.NDArray[np.float32]
@@ -44,6 +45,8 @@ class Matrix:
 
     @property
     def row_nbytes(self) -> int:
+        if self.format == "bf12":  # codes, base and start; the exceptions, one of 10,000 weights, are not counted
+            return self.k // 32 * 48 + 5
         bits = {"mxfp4": 4.25, "int8": 8, "bf16": 16, "f32": 32}[self.format]
         return int(self.k * bits / 8)
 
@@ -54,6 +57,8 @@ MATRICES = (
     Matrix("mxfp4", "w1 of 16 experts", 3072, 3584, 16),
     Matrix("bf16", "q_proj", 12288, 7168),
     Matrix("bf16", "o_proj", 7168, 12288),
+    Matrix("bf12", "q_proj", 12288, 7168),
+    Matrix("bf12", "o_proj", 7168, 12288),
     Matrix("int8", "q_proj", 12288, 7168),
     Matrix("f32", "q_proj", 6144, 7168),
 )
@@ -149,14 +154,19 @@ def _cache_nbytes() -> int:
     return max(sizes)
 
 
+def _memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """On large pages where the system gives them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
 class _Arena:
-    """Memory full of weights that are ordinary numbers in every format, on large pages where the system gives them."""
+    """Memory full of weights that are ordinary numbers in every format but bf12."""
 
     def __init__(self, nbytes: int) -> None:
-        memory = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.words = np.frombuffer(memory, np.uint16)
+        self.words = _memory(nbytes).view(np.uint16)
         rng = np.random.default_rng(3)
         block = rng.integers(0, 1 << 16, 1 << 20, dtype=np.uint16) & 0x83FF | 0x3C00  # |bf16| in 2^-7 .. 2
         for start in range(0, self.words.size, block.size):
@@ -193,13 +203,53 @@ class _Arena:
         return lambda out, x: _math.matmul_f32(out, x, floats)
 
 
+class _Packed:
+    """Memory full of normally distributed weights in bf12: a few rows, again and again."""
+
+    def __init__(self, nbytes: int, matrix: Matrix) -> None:
+        weights = np.random.default_rng(5).standard_normal((PACKED_ROWS, matrix.k), np.float32)
+        codes, base, counts, columns, values = _bf12((weights.view(np.uint32) >> 16).astype(np.uint16))
+        rows = nbytes // matrix.row_nbytes
+        self._codes = _memory(rows * codes.shape[1]).reshape(rows, -1)
+        for start in range(0, rows, PACKED_ROWS):
+            part = self._codes[start : start + PACKED_ROWS]
+            part[:] = codes[: len(part)]
+        self._base = np.resize(base, rows)
+        self._starts = np.concatenate([[0], np.resize(counts, rows).cumsum()]).astype(np.uint32)
+        self._columns = np.resize(columns, self._starts[-1])
+        self._values = np.resize(values, self._starts[-1])
+
+    def multiply(self, matrix: Matrix, n: int, number: int) -> Callable[[Floats, Floats], None]:
+        """The product with the number-th matrix of n rows."""
+        rows = slice(number * n, (number + 1) * n)
+        starts = self._starts[rows.start : rows.stop + 1]
+        exceptions = slice(starts[0], starts[-1])
+        columns, values = self._columns[exceptions], self._values[exceptions]
+        planes = self._codes[rows], self._base[rows], starts - starts[0], columns, values
+        return lambda out, x: _math.matmul_bf12(out, x, *planes)
+
+
+def _bf12(bits: npt.NDArray[np.uint16]) -> tuple[npt.NDArray[np.generic], ...]:
+    """Codes, base, exceptions in each row, their columns and values."""
+    n, k = bits.shape
+    exponents = (bits >> 7 & 255).astype(np.int16)
+    offsets = exponents.max(axis=1, keepdims=True) - exponents
+    excepted = (exponents == 0) | (offsets > 15)
+    nibbles = np.where(excepted, 0, offsets).reshape(n, k // 32, 2, 16)
+    codes = (bits >> 8 & 128 | bits & 127).reshape(n, k // 32, 32)
+    codes = np.concatenate([codes, nibbles[:, :, 0] | nibbles[:, :, 1] << 4], axis=2).astype(np.uint8)
+    columns = np.nonzero(excepted)[1].astype(np.uint16)
+    return codes.reshape(n, -1), exponents.max(axis=1).astype(np.uint8), excepted.sum(axis=1), columns, bits[excepted]
+
+
 # ---- time ---------------------------------------------------------------------------------------------
 
 
 def _measure(matrix: Matrix, threads: int, turns: int, arena: _Arena, before: Sequence[Rate]) -> list[Rate]:
     """All numbers of rows of a matrix and both limits, in turn. One thread is timed by what it used."""
     clock = time.thread_time if threads == 1 else time.perf_counter
-    cases = {rows: _Case(matrix, rows, threads, arena) for rows in ROWS}
+    weights = _Packed(arena.words.nbytes, matrix) if matrix.format == "bf12" else arena
+    cases = {rows: _Case(matrix, rows, threads, arena, weights) for rows in ROWS}
     best = dict.fromkeys(ROWS, 0.0)
     read = fma = 0.0
     for turn in range(turns):
@@ -228,7 +278,7 @@ def _measure(matrix: Matrix, threads: int, turns: int, arena: _Arena, before: Se
 class _Case:
     """One matrix, or for one row as many as make a good part of the arena, times some rows."""
 
-    def __init__(self, matrix: Matrix, rows: int, threads: int, arena: _Arena) -> None:
+    def __init__(self, matrix: Matrix, rows: int, threads: int, arena: _Arena, weights: _Arena | _Packed) -> None:
         n = matrix.n
         if rows > 1:
             n = min(n, max(512, int(MOST_FLOP * threads / (2 * rows * matrix.k)) // 96 * 96))
@@ -241,7 +291,7 @@ class _Case:
         self._calls: list[Callable[[], None]] = []  # together they walk through the arena
         for call in range(held):
             if together == 1:
-                self._calls.append(partial(arena.multiply(matrix, n, call), outs[0], x))
+                self._calls.append(partial(weights.multiply(matrix, n, call), outs[0], x))
             else:
                 planes = [arena.planes(matrix, n, call * together + i) for i in range(together)]
                 products = [(out, x, *pair) for out, pair in zip(outs, planes, strict=True)]

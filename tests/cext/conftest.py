@@ -11,6 +11,7 @@ import pytest
 from deltafin.cext import _math
 
 Arrays = list[npt.NDArray[np.generic]]
+Pack = Callable[[npt.NDArray[np.uint16]], tuple[npt.NDArray[np.generic], ...]]
 CUTS = [(1, 0), (2, 1), (3, 40), (5, 700), (2, 0)]  # threads, grain
 
 
@@ -22,6 +23,32 @@ def settings() -> Iterator[None]:
     _math.set_isa(found[0])
     _math.set_threads(found[1])
     _math.set_grain(found[2])
+
+
+@pytest.fixture(scope="session")
+def pack_bf12() -> Pack:
+    """Raw bf16 [n, k] as codes, base, starts, columns, values. The codes of exceptions are anything."""
+    rng = np.random.default_rng(12)
+
+    def pack(bits: npt.NDArray[np.uint16]) -> tuple[npt.NDArray[np.generic], ...]:
+        n, k = bits.shape
+        exponents = (bits >> 7 & 255).astype(np.int64)
+        base = exponents.max(axis=1, initial=0)
+        offsets = base[:, None] - exponents
+        excepted = (exponents == 0) | (offsets > 15)
+        offsets = np.where(excepted, rng.integers(0, 16, (n, k)), offsets).reshape(n, k // 32, 2, 16)
+        codes = np.where(excepted, rng.integers(0, 256, (n, k)), bits >> 8 & 128 | bits & 127).reshape(n, k // 32, 32)
+        nibbles = offsets[:, :, 0] | offsets[:, :, 1] << 4
+        rows, columns = np.nonzero(excepted)
+        return (
+            np.concatenate([codes, nibbles], axis=2).astype(np.uint8).reshape(n, k // 32 * 48),
+            base.astype(np.uint8),
+            np.searchsorted(rows, np.arange(n + 1)).astype(np.uint32),
+            columns.astype(np.uint16),
+            bits[excepted],
+        )
+
+    return pack
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@
  *     cc -std=c11 -ffp-contract=off -Icext tests/cext/replay.c cext/matmul_*.c cext/mxfp4_table.c -lm -o replay
  *     ./replay scalar < cases > results
  *
- * A case is seven 64-bit numbers (format: 0 mxfp4, 1 bf16, 2 f32, 3 int8; rows, n, k; floats from row to row of x and of
- * the result; bytes of weights), then x, the weights, and what scales the format has. A result is rows times n floats. */
+ * A case is eight 64-bit numbers (format: 0 mxfp4, 1 bf16, 2 f32, 3 int8, 4 bf12; rows, n, k; floats from row to row of x
+ * and of the result; bytes of weights; exceptions, of bf12 only), then x, the weights, what scales the format has (bf12: the
+ * bases), and bf12's starts, columns and values. A result is rows times n floats. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +31,7 @@ static const struct {
 };
 
 struct header {
-    uint64_t format, rows, n, k, x_stride, out_stride, w_nbytes;
+    uint64_t format, rows, n, k, x_stride, out_stride, w_nbytes, exceptions;
 };
 
 static void *read_all(size_t nbytes)
@@ -45,13 +46,18 @@ static void *read_all(size_t nbytes)
 
 static void replay(const struct matmul_kernels *kernels, const struct header *h, void *scratch)
 {
-    dots_kernel *const formats[] = {kernels->mxfp4, kernels->bf16, kernels->f32, kernels->int8};
-    const size_t scale_stride = h->format == 0 ? h->k / 32 : h->format == 3 ? sizeof(float) : 0;
+    dots_kernel *const formats[] = {kernels->mxfp4, kernels->bf16, kernels->f32, kernels->int8, kernels->bf12};
+    const size_t scale_strides[] = {h->k / 32, 0, 0, sizeof(float), 1}, scale_stride = scale_strides[h->format];
+    const int bf12 = h->format == 4;
     float *x = read_all(h->rows * h->x_stride * sizeof(float));
     void *w = read_all(h->w_nbytes), *scale = read_all(h->n * scale_stride);
+    void *starts = read_all(bf12 ? (h->n + 1) * sizeof(uint32_t) : 0);
+    void *columns = read_all(bf12 ? h->exceptions * sizeof(uint16_t) : 0);
+    void *values = read_all(bf12 ? h->exceptions * sizeof(uint16_t) : 0);
     float *out = calloc(h->rows * h->out_stride + 1, sizeof(float));
     struct dots d = {
         .out = out, .x = x, .w = w, .scale = scale_stride ? scale : NULL,
+        .starts = starts, .columns = columns, .values = values,
         .out_stride = h->out_stride, .x_stride = h->x_stride, .w_stride = h->w_nbytes / h->n, .scale_stride = scale_stride,
         .rows = h->rows, .n = h->n, .k = h->k,
     };
@@ -63,6 +69,9 @@ static void replay(const struct matmul_kernels *kernels, const struct header *h,
     free(x);
     free(w);
     free(scale);
+    free(starts);
+    free(columns);
+    free(values);
     free(out);
 }
 

@@ -254,6 +254,43 @@ def test_no_rows_outputs_or_elements_is_no_error(name):
     assert (empty == 0).all()
 
 
+# ---- a matrix in blocks of rows ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS[1:])
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_blocks_of_a_matrix_give_the_bytes_of_the_whole(name, rows, everywhere):
+    rng = np.random.default_rng([rows, FORMATS.index(name)])
+    x, weights = _floats(rng, (rows, 203), "plain"), _weights(rng, name, 61, 203, "plain")
+    wanted = _product(name, x, weights)
+
+    def in_blocks() -> list[np.ndarray]:
+        out = np.full((rows, 70), 7, np.float32)
+        for start, stop in ((40, 61), (0, 1), (1, 40), (40, 40)):
+            PRODUCT[name](out, x, *(w[start:stop] for w in weights), 5 + start)
+        return [out]
+
+    (found,) = everywhere(in_blocks)
+    assert found[:, 5:66].tobytes() == wanted.tobytes()
+    assert (found[:, :5] == 7).all() and (found[:, 66:] == 7).all()
+
+
+@pytest.mark.parametrize("name", FORMATS[1:])
+def test_a_first_column_past_the_result_is_refused(name):
+    _, x, *weights = _good(name).values()
+    out = np.zeros((2, 5), np.float32)
+    for wrong in (3, -1, 1 << 64):
+        with pytest.raises(ValueError, match="first must be from 0 to 2"):
+            PRODUCT[name](out, x, *weights, wrong)
+    for other in (1.0, None, out):
+        with pytest.raises(TypeError, match="first must be an int"):
+            PRODUCT[name](out, x, *weights, other)
+    with pytest.raises(ValueError, match="dimension 1 of out must be at least 3, not 2"):
+        PRODUCT[name](np.zeros((2, 2), np.float32), x, *weights, 0)
+    assert not out.any()
+    PRODUCT[name](out, x, *weights, 2)
+
+
 # ---- several products in one job ----------------------------------------------------------------------
 
 
@@ -365,7 +402,7 @@ def test_a_wrong_argument_is_an_exception_that_names_an_argument(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_number_of_arguments_is_checked(name):
     arguments = [*_good(name).values()]
-    for wrong in (arguments[:-1], [*arguments, arguments[0]], []):
+    for wrong in (arguments[:-1], [*arguments, 0, 0], []):
         with pytest.raises(TypeError, match="arguments"):
             PRODUCT[name](*wrong)
 

@@ -40,15 +40,15 @@ def _build(out: Path, compiler: str, *flags: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dumped() -> tuple[bytes, bytes]:
+def dumped(pack_bf12) -> tuple[bytes, bytes]:
     """Cases of every format, with odd lengths, subnormal numbers and zeros of both signs; what scalar makes of them."""
     isa = _math.isa()
     _math.set_isa("scalar")
     rng = np.random.default_rng(11)
     cases, results = [], []
     for number, (rows, n, full_k, gap) in enumerate(SHAPES):
-        for form, name in enumerate(("mxfp4", "bf16", "f32", "int8")):
-            k = full_k if name == "mxfp4" else full_k - number * 3
+        for form, name in enumerate(("mxfp4", "bf16", "f32", "int8", "bf12")):
+            k = full_k if name in ("mxfp4", "bf12") else full_k - number * 3
             room = rng.standard_normal((rows, k + gap)).astype(np.float32)
             room[rng.random(room.shape) < 0.1] *= np.float32(1e-42)
             room[rng.random(room.shape) < 0.1] = -0.0
@@ -58,11 +58,16 @@ def dumped() -> tuple[bytes, bytes]:
                 planes = ((rng.standard_normal((n, k)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16),)
             elif name == "f32":
                 planes = (rng.standard_normal((n, k)).astype(np.float32),)
+            elif name == "bf12":
+                weights = rng.standard_normal((n, k)).astype(np.float32)
+                weights[rng.random((n, k)) < 0.01] *= np.float32(1e-39)
+                weights[n // 2] = 0.0
+                planes = pack_bf12((weights.view(np.uint32) >> 16).astype(np.uint16))
             else:
                 planes = rng.integers(-128, 128, (n, k), np.int8), rng.standard_normal(n).astype(np.float32)
             out = np.empty((rows, n), np.float32)
             getattr(_math, f"matmul_{name}")(out, np.ascontiguousarray(room[:, :k]), *planes)
-            cases.append(struct.pack("7Q", form, rows, n, k, k + gap, n + gap, planes[0].nbytes))
+            cases.append(struct.pack("8Q", form, rows, n, k, k + gap, n + gap, planes[0].nbytes, planes[-1].size))
             cases += [room.tobytes(), *(plane.tobytes() for plane in planes)]
             results.append(out.tobytes())
     _math.set_isa(isa)
