@@ -5,11 +5,13 @@
     ├── NotFound            no such model, catalog, file or tensor
     ├── BadCheckpoint       a shard or config contradicts itself or K3's layout
     ├── BadCatalog          a catalog is damaged, foreign or does not fit its source
+    │   └── OldCatalog      it was written by another version
     ├── Corrupt             bytes contradict a known digest, or cannot be weights
     ├── Missing             bytes that are nowhere within reach (offline, or no source has them)
     ├── NetworkError        the network gave up within its budget of retries
     │   └── Refused         the server answered, and the answer is no (401, 403, 404, moved)
     ├── NoSpace             a disk is full, or a limit of file size or quota was hit
+    ├── NoMemory            more memory is needed than was promised or can be had
     ├── DiskError           a read or write failed: errno, file and offset in the message
     └── NotANumber          NaN or infinity in the computation; the message names layer and row
 
@@ -39,6 +41,10 @@ class BadCatalog(DeltafinError):
     pass
 
 
+class OldCatalog(BadCatalog):
+    pass
+
+
 class Corrupt(DeltafinError):
     pass
 
@@ -56,6 +62,10 @@ class Refused(NetworkError):
 
 
 class NoSpace(DeltafinError):
+    pass
+
+
+class NoMemory(DeltafinError):
     pass
 
 

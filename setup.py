@@ -17,17 +17,27 @@ class BuildKernels(build_ext):
             )
 
 
+# Reading (io_*.c) and the arithmetic (all others) are two modules; both check their arguments at door.c.
+IO_SOURCES = sorted(glob("cext/io_*.c"))
+MATH_SOURCES = sorted(set(glob("cext/*.c")) - set(IO_SOURCES))
+
+
+def extension(name: str, sources: list[str]) -> Extension:
+    return Extension(
+        f"deltafin.cext.{name}",
+        sources=sources,
+        depends=sorted(glob("cext/*.h")),
+        extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],
+        extra_link_args=["-pthread"],
+        libraries=["m"],
+    )
+
+
 setup(
     script_name="setup.py",
     cmdclass={"build_ext": BuildKernels},
     ext_modules=[
-        Extension(
-            "deltafin.cext._math",
-            sources=sorted(glob("cext/*.c")),
-            depends=sorted(glob("cext/*.h")),
-            extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],
-            extra_link_args=["-pthread"],
-            libraries=["m"],
-        )
+        extension("_math", MATH_SOURCES),
+        extension("_io", [*IO_SOURCES, "cext/door.c", "cext/pool.c"]),
     ],
 )
