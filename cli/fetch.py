@@ -24,11 +24,11 @@ from deltafin.cli.options import (
     verbose_option,
     yes_option,
 )
-from deltafin.errors import BadRequest
+from deltafin.errors import BadRequest, NoSpace
 
 if TYPE_CHECKING:
     from deltafin.indexer import Catalog
-    from deltafin.store import FetchPlan, Item
+    from deltafin.store import FetchPlan, Item, PackFormat, Store
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -113,20 +113,76 @@ def _report(plan: FetchPlan) -> None:
 
 @fetch.command("spine")
 @click.argument("model")
+@click.option(
+    "--as",
+    "pack_format",
+    type=click.Choice(["bf16", "bf12", "int8"]),
+    help="Write the layers as packs instead: bf16 as it is, bf12 without loss in 3/4 of the bytes, "
+    "int8 rounded to half of them (not as released).",
+)
+@click.option("--layers", metavar="LIST", help="Only layers like 0-5,9 (default: all, and the tables beside them).")
 @_fetching
 def fetch_spine(
-    model: str, revision: str | None, cache_dir: Path | None, roots: tuple[Path, ...], offline: bool, yes: bool
+    model: str,
+    pack_format: str | None,
+    layers: str | None,
+    revision: str | None,
+    cache_dir: Path | None,
+    roots: tuple[Path, ...],
+    offline: bool,
+    yes: bool,
 ) -> None:
     """Fetch everything that is no routed expert: what every token needs.
 
-    Example: df-fetch spine demo
+    With --as, each layer goes into a pack, one file that is read from front to back, straight from where it is: what
+    comes over the network is not kept twice. Vocabulary tables and final norms are fetched as they are.
+
+    Example: df-fetch spine demo --as bf12
     """
-    from deltafin.store import plan_fetch, spine_items
+    from deltafin.store import PackFormat, parse_numbers, plan_fetch, spine_items
 
     with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
-        plan = plan_fetch(store, spine_items(store.catalog))
+        every = range(store.catalog.config.num_layers)
+        chosen = list(every) if layers is None else parse_numbers(layers, every, "--layers")
+        items = spine_items(store.catalog)
+        in_layers = [item for item in items if item.layer in chosen]
+        beside = [item for item in items if item.layer not in every] if layers is None else []
+        if pack_format is not None:
+            _pack_spine(store, PackFormat(pack_format), chosen, plan_fetch(store, beside), yes=yes)
+            return
+        plan = plan_fetch(store, in_layers + beside)
         fetch_with_consent(store, plan, f"spine of {model}", yes=yes)
         _report(plan)
+
+
+def _pack_spine(store: Store, format: PackFormat, layers: list[int], beside: FetchPlan, *, yes: bool) -> None:
+    """Packs layers, and fetches what lies beside them and is never packed; one question for both."""
+    from deltafin.cli.progress import Progress, human_nbytes
+    from deltafin.store import free_nbytes, plan_packs, write_packs
+
+    plan = plan_packs(store, format, layers)
+    label, cache = f"spine of {store.model} as {format.label}", store.roots[0].path
+    written, free = plan.pack_nbytes + beside.nbytes, free_nbytes(cache)
+    if written > free:
+        raise NoSpace(
+            f"{label}: about {human_nbytes(written)} are to be written, but {cache} has {human_nbytes(free)} free; "
+            "free some space, choose another --cache-dir, or take fewer --layers"
+        )
+    if max(written, plan.fetch_nbytes) > ASK_ABOVE_NBYTES and not yes:
+        ask(
+            f"{label}: {human_nbytes(plan.fetch_nbytes + beside.nbytes)} to fetch, about {human_nbytes(written)} to "
+            f"write; {human_nbytes(free)} free in {cache}"
+        )
+    if beside.items:
+        fetch_with_consent(store, beside, f"tables of {store.model}", yes=True)
+        _report(beside)
+    with Progress(label, plan.source_nbytes) as progress:
+        done = write_packs(store, plan, progress.add)
+    ratio = f" ({done.pack_nbytes / done.source_nbytes:.3f})" if done.source_nbytes else ""
+    click.echo(
+        f"packed {done.layers} layers as {format.label}: {human_nbytes(done.source_nbytes)} became "
+        f"{human_nbytes(done.pack_nbytes)}{ratio}; {plan.present} layers were here already"
+    )
 
 
 @fetch.command("all")
@@ -177,6 +233,11 @@ def fetch_status(
     click.echo(f"  free     {human_nbytes(s.free_nbytes)}")
     for directory in s.shard_directories:
         click.echo(f"  shards   in place in {directory}")
+    for packs in s.packs:
+        note = "" if packs.as_released else " (not as released)"
+        click.echo(
+            f"  packs    {packs.format}{note}: {packs.layers} of {s.layers} layers, {human_nbytes(packs.nbytes)}"
+        )
 
 
 @fetch.command("verify")
@@ -187,8 +248,9 @@ def fetch_verify(
 ) -> int:
     """Hash everything on disk and compare it with its digests. Asks no server.
 
-    Damaged objects are moved to the cache's quarantine folder; the next fetch brings them again. Exit
-    status 1 if anything was damaged.
+    Damaged objects and packs are moved to the cache's quarantine folder; the next fetch brings them again.
+    Packs are also decoded and compared with what they were made from, if that is here. Exit status 1 if
+    anything was damaged.
 
     Example: df-fetch verify demo
     """
@@ -204,6 +266,8 @@ def fetch_verify(
             for line in report.damaged:
                 click.echo(f"damaged: {line}")
             click.echo(f"{report.whole:,} whole ({human_nbytes(report.whole_nbytes)}), {len(report.damaged)} damaged")
+            if report.packs:
+                click.echo(f"{report.packs:,} packs whole ({human_nbytes(report.packs_nbytes)})")
             if report.vanished:
                 click.echo(f"{report.vanished:,} objects on record are gone; they are fetched when needed")
             if report.unknown:
@@ -220,6 +284,7 @@ def fetch_verify(
 @_layers
 @_experts
 @click.option("--spine", is_flag=True, help="The spine too; alone, only the spine.")
+@click.option("--packs", "pack_format", type=click.Choice(["bf16", "bf12", "int8"]), help="Only the packs so encoded.")
 @click.option("--all", "everything", is_flag=True, help="Everything of MODEL.")
 @options(revision_option, cache_option, yes_option, verbose_option)
 def fetch_rm(
@@ -227,23 +292,26 @@ def fetch_rm(
     layers: str | None,
     experts: str | None,
     spine: bool,
+    pack_format: str | None,
     everything: bool,
     revision: str | None,
     cache_dir: Path | None,
     yes: bool,
 ) -> None:
-    """Remove fetched objects of MODEL from the cache. Original shards are never touched.
+    """Remove fetched objects and packs of MODEL from the cache. Original shards are never touched.
 
     Example: df-fetch rm demo --layers 3 --experts 0-7
     """
     from deltafin.cli.progress import human_nbytes
-    from deltafin.store import all_items, removable, remove, spine_items
+    from deltafin.store import PackFormat, all_items, removable, removable_packs, remove, remove_packs, spine_items
 
     chosen = layers is not None or experts is not None
-    if not (chosen or spine or everything):
-        raise BadRequest("say what to remove: --layers, --experts, --spine or --all")
-    if everything and (chosen or spine):
+    if not (chosen or spine or everything or pack_format):
+        raise BadRequest("say what to remove: --layers, --experts, --spine, --packs or --all")
+    if everything and (chosen or spine or pack_format):
         raise BadRequest("--all leaves nothing to choose: give it alone")
+    if pack_format and (chosen or spine):
+        raise BadRequest("--packs removes all packs of one format: give it alone")
     with opened_store(model, cache_dir=cache_dir, roots=(), offline=True, revision=revision) as store:
         catalog = store.catalog
         if everything:
@@ -252,9 +320,16 @@ def fetch_rm(
             items = spine_items(catalog) if spine else []
             if chosen:
                 items += _wanted_experts(catalog, layers, experts, None)
+        formats = list(PackFormat) if everything else [PackFormat(pack_format)] if pack_format else []
         doomed = removable(store, items)
-        nbytes = sum(entry.nbytes for entry in doomed)
-        if nbytes > ASK_ABOVE_NBYTES and not yes:
-            ask(f"{model}: {len(doomed)} objects, {human_nbytes(nbytes)}, will be removed")
+        packs = [pack for format in formats for pack in removable_packs(store, format)]
+        nbytes, packs_nbytes = sum(entry.nbytes for entry in doomed), sum(nbytes for _, nbytes in packs)
+        parts = [f"{len(doomed)} objects, {human_nbytes(nbytes)}"] if items else []
+        if packs or not items:
+            parts.append(f"{len(packs)} packs, {human_nbytes(packs_nbytes)}")
+        if nbytes + packs_nbytes > ASK_ABOVE_NBYTES and not yes:
+            ask(f"{model}: {', '.join(parts)}, will be removed")
         remove(store, items)
-        click.echo(f"removed {len(doomed)} objects, {human_nbytes(nbytes)}")
+        for format in formats:
+            remove_packs(store, format)
+        click.echo(f"removed {', '.join(parts)}")

@@ -12,6 +12,8 @@ from deltafin.errors import DeltafinError
 from deltafin.indexer import disk_error
 from deltafin.store.bulk import free_nbytes
 from deltafin.store.objectlog import ObjectEntry
+from deltafin.store.packcheck import PackStatus, pack_status, verify_packs
+from deltafin.store.packs import pack_files
 from deltafin.store.roots import Root
 from deltafin.store.selection import Item, all_items
 from deltafin.store.store import Store
@@ -38,6 +40,7 @@ class Status:
     cache_nbytes: int = 0
     free_nbytes: int = 0
     shard_directories: list[str] = field(default_factory=list)
+    packs: list[PackStatus] = field(default_factory=list)
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -67,12 +70,13 @@ def read_status(store: Store) -> Status:
     status.cache_dir = str(root.path)
     status.free_nbytes = free_nbytes(root.path)
     status.shard_directories = [str(d.path) for d in store.shard_directories]
+    status.packs = pack_status(store)
     return status
 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify` found. `damaged` names each bad object or shard; everything else is whole."""
+    """What `verify` found. `damaged` names each bad object, shard or pack; everything else is whole."""
 
     whole: int = 0
     whole_nbytes: int = 0
@@ -81,15 +85,17 @@ class VerifyReport:
     unknown: int = 0  # files among the objects that no record names
     bad_records: int = 0  # damaged records in object logs, skipped
     unproven_shards: int = 0  # original shards without a published digest to compare with
+    packs: int = 0  # whole ones
+    packs_nbytes: int = 0
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
 
 
 def verify(store: Store, progress: Callable[[int], None] | None = None) -> VerifyReport:
-    """Hashes every object of every root, whichever model it is of, and each local shard with a published digest.
+    """Hashes every object and pack of every root, whichever model it is of, and local shards with a published digest.
 
-    Damaged objects of the cache are moved to its `quarantine` folder, so that they are fetched again
+    Damaged objects and packs of the cache are moved to its `quarantine` folder, so that they are fetched again
     when next needed. `progress` is told bytes as they are read.
     """
     report = VerifyReport()
@@ -109,6 +115,9 @@ def verify(store: Store, progress: Callable[[int], None] | None = None) -> Verif
                 report.whole_nbytes += shard.nbytes
             else:
                 report.damaged.append(f"{directory.shard_path(number)}: SHA-256 differs from the published one")
+    packs = verify_packs(store, progress)
+    report.packs, report.packs_nbytes = packs.whole, packs.whole_nbytes
+    report.damaged += packs.damaged
     return report
 
 
@@ -120,7 +129,8 @@ def nbytes_to_verify(store: Store) -> int:
         for number, shard in enumerate(store.catalog.shards)
         if shard.sha256 is not None and directory.has(number)
     )
-    return objects + shards
+    packs = sum(nbytes for root in store.roots for _, nbytes in pack_files(root.path))
+    return objects + shards + packs
 
 
 def removable(store: Store, items: Iterable[Item]) -> list[ObjectEntry]:

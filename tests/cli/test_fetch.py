@@ -297,6 +297,7 @@ def test_status_says_how_much_is_here_and_asks_nobody(df, indexed, tmp_path):
         "cache_objects": 28,
         "cache_nbytes": 2_273_248 + 16 * EXPERT,
         "shard_directories": [],
+        "packs": [],
     }
     assert indexed.stats()["requests"] == 0
 
@@ -340,7 +341,7 @@ def test_verify_of_a_whole_cache_succeeds_in_words_and_numbers(df, full_tiny):
     assert (done.status, done.out, done.err) == (0, "140 whole (2.69 MB), 0 damaged\n", "")
     assert df("df-fetch", "verify", REPO, "--json").json == {
         "whole": 140, "whole_nbytes": 2_691_040, "damaged": [], "vanished": 0, "unknown": 0, "bad_records": 0,
-        "unproven_shards": 0,
+        "unproven_shards": 0, "packs": 0, "packs_nbytes": 0,
     }  # fmt: skip
     assert full_tiny.state.log == []
 

@@ -48,7 +48,7 @@ def test_a_whole_cache_verifies_and_every_byte_is_counted(full):
     nbytes = sum(item.span.nbytes for item in all_items(store.catalog))
     assert report.as_json() == {
         "whole": 140, "whole_nbytes": nbytes, "damaged": [], "vanished": 0, "unknown": 0,
-        "bad_records": 0, "unproven_shards": 0,
+        "bad_records": 0, "unproven_shards": 0, "packs": 0, "packs_nbytes": 0,
     }  # fmt: skip
     assert sum(seen) == nbytes_to_verify(store) == nbytes
 
@@ -227,6 +227,7 @@ def test_status_of_a_full_cache_says_all_of_it(full):
         "cache_nbytes": sum(i.span.nbytes for i in items),
         "free_nbytes": status.free_nbytes,
         "shard_directories": [],
+        "packs": [],
     }
     assert abs(status.free_nbytes - shutil.disk_usage(store.roots[0].path).free) < 1 << 30
 
