@@ -59,6 +59,38 @@ verbose_option = click.option(
 )
 
 
+class ByteSize(click.ParamType[int]):
+    """500MB, 1.5TB, 20GiB or a plain number."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        m = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?)B?|B)?", str(value).strip(), re.IGNORECASE)
+        if m is None:
+            self.fail(f"{value!r} is no size; write 500MB, 1.5TB or a number of bytes", param, ctx)
+        base = 1024 if m[3] else 1000
+        return int(float(m[1]) * base ** ("KMGT".index(m[2].upper()) + 1 if m[2] else 0))
+
+
+ram_option = click.option(
+    "--ram",
+    type=ByteSize(),
+    metavar="SIZE",
+    help="Most memory to take, like 16GB (default: a safe share of what is available).",
+)
+threads_option = click.option(
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads that compute (default: all cores)."
+)
+spine_option = click.option(
+    "--spine",
+    type=click.Choice(["released", "bf16", "bf12", "int8"]),
+    help="What to take the spine from: the released bytes, or packs that df-fetch spine --as has made. "
+    "int8 is not as released (default: packs of bf12 or bf16 where there are any).",
+)
+
+
 def options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     def apply(command: Command) -> Command:
         for option in reversed(options):
@@ -157,18 +189,3 @@ def ask(announcement: str) -> None:
     click.echo(announcement, err=True)
     if not click.confirm("Go on?", err=True):
         raise click.Abort
-
-
-class ByteSize(click.ParamType[int]):
-    """500MB, 1.5TB, 20GiB or a plain number."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        m = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?)B?|B)?", str(value).strip(), re.IGNORECASE)
-        if m is None:
-            self.fail(f"{value!r} is no size; write 500MB, 1.5TB or a number of bytes", param, ctx)
-        base = 1024 if m[3] else 1000
-        return int(float(m[1]) * base ** ("KMGT".index(m[2].upper()) + 1 if m[2] else 0))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,15 +24,18 @@ from deltafin.cli.options import (
     opened_store,
     options,
     print_json,
+    ram_option,
     revision_option,
     root_option,
+    spine_option,
+    threads_option,
     verbose_option,
     yes_option,
 )
 from deltafin.errors import BadRequest, NotFound
 
 if TYPE_CHECKING:
-    from deltafin.runtime import Model
+    from deltafin.runtime import Model, RunTimes, Tokenizer
     from deltafin.store import Store
 
 
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="What computes: cpu (native kernels), torch, or a torch device.",
 )
+@options(ram_option, threads_option, spine_option)
 @options(json_option, revision_option, cache_option, root_option, offline_option, yes_option, verbose_option)
 def run(
     model: str,
@@ -72,6 +76,9 @@ def run(
     stats: bool,
     trace: Path | None,
     device: str,
+    ram: int | None,
+    threads: int | None,
+    spine: str | None,
     as_json: bool,
     revision: str | None,
     cache_dir: Path | None,
@@ -95,17 +102,24 @@ def run(
     if as_json and as_ids:
         raise BadRequest("--ids has no effect with --json, which always has both")
     with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
-        from deltafin.runtime import Model  # reading the options comes first: this imports much
+        from deltafin.runtime import Model, Want, load_tokenizer  # reading the options comes first: this imports much
 
-        with Model(store, device=device) as engine:
-            ids = _token_ids(engine, text, prompt_ids)
+        tokenizer = load_tokenizer(store)
+        ids = _token_ids(tokenizer, text, prompt_ids)
+        # More tokens than the model has positions are refused later, by what they are and not by what they would take.
+        want = Want(rows=len(ids), tokens=min(len(ids) + max_new, store.catalog.config.max_positions))
+        with Model(
+            store, device=device, ram=ram, threads=threads, want=want, spine=spine, tokenizer=tokenizer
+        ) as engine:
+            if not engine.as_released:
+                click.echo(f"df-run: spine {engine.spine_label}", err=True)
             printer = _Printer(engine, as_ids or engine.tokenizer is None, quiet=as_json)
             _fetch_ahead(store, len(ids) + max_new, yes=yes)
             outcome = _generate(engine, ids, max_new, trace, printer)
             if as_json:
                 print_json(_as_json(engine, ids, outcome))
             if stats:
-                _print_stats(store, len(ids), outcome)
+                _print_stats(engine, len(ids), outcome)
 
 
 def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: Path | None, prompt_ids: str | None) -> str | None:
@@ -132,16 +146,16 @@ def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: Path | None
         raise BadRequest(f"{where}: the prompt is not UTF-8 (byte {e.start})") from None
 
 
-def _token_ids(engine: Model, text: str | None, prompt_ids: str | None) -> list[int]:
+def _token_ids(tokenizer: Tokenizer | None, text: str | None, prompt_ids: str | None) -> list[int]:
     if prompt_ids is not None:
         pieces = re.split(r"[\s,]+", prompt_ids.strip())
         if not all(re.fullmatch(r"\d{1,9}", p) for p in pieces):
             raise BadRequest(f"--prompt-ids {prompt_ids[:60]!r}: expected numbers separated by spaces or commas")
         return [int(p) for p in pieces]
     assert text is not None
-    if engine.tokenizer is None:
+    if tokenizer is None:
         raise BadRequest("this model has no tokenizer; give the prompt with --prompt-ids")
-    ids = engine.tokenizer.encode(text)
+    ids = tokenizer.encode(text)
     if not ids:
         raise BadRequest("the prompt is empty; a model needs at least one token to continue")
     return ids
@@ -251,12 +265,19 @@ def _as_json(engine: Model, prompt_ids: Sequence[int], outcome: _Outcome) -> dic
         "total_s": round(outcome.total_s, 6),
         "bytes": engine.store.stats.snapshot(),
         "requests": engine.store.requests,
+        "passes": engine.times.passes,
+        "spine": engine.spine_label or "released",
+        "as_released": engine.as_released,
+        "memory": None if engine.memory is None else engine.memory.as_json(),
+        "seconds": asdict(engine.times),
     }
 
 
-def _print_stats(store: Store, prompt_tokens: int, outcome: _Outcome) -> None:
+def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome) -> None:
     from deltafin.cli.progress import human_nbytes
+    from deltafin.store import SOURCES
 
+    store, times = engine.store, engine.times
     counts = store.stats.snapshot()
     new = len(outcome.ids)
     later = (outcome.total_s - outcome.first_token_s) / max(1, new - 1)
@@ -265,11 +286,46 @@ def _print_stats(store: Store, prompt_tokens: int, outcome: _Outcome) -> None:
         f"time      {outcome.first_token_s:.2f} s to the first token, then {later:.3f} s a token",
         f"visits    {counts['expert_visits']:,} experts, {counts['spine_visits']:,} spines",
     ]
-    for source in ("object", "shard", "http"):
+    if times.passes:
+        lines += _times_lines(times)
+    asked = counts["expert_visits"] * store.catalog.expert_nbytes + counts["spine_nbytes"] + counts["head_nbytes"]
+    for source in SOURCES:
         spans, nbytes = counts[f"{source}_spans"], counts[f"{source}_nbytes"]
-        lines.append(f"{source:9} {spans:,} spans, {human_nbytes(nbytes)}")
+        if spans or source in ("object", "shard", "http"):
+            share = f", {nbytes / asked:.0%} of what was used" if source == "ram" and asked else ""
+            lines.append(f"{source:9} {spans:,} spans, {human_nbytes(nbytes)}{share}")
+    if engine.spine_label is not None:
+        lines.append(f"spine     {engine.spine_label}")
+    if engine.memory is not None:
+        lines += _memory_lines(engine)
     lines.append(f"requests  {store.requests:,}")
     for trouble in ("corrupt_objects", "disk_errors", "refused_spans", "unkept_spans"):
         if counts.get(trouble):
             lines.append(f"{trouble.replace('_', ' '):9} {counts[trouble]:,}")
     click.echo("\n".join(lines), err=True)
+
+
+def _times_lines(times: RunTimes) -> list[str]:
+    """Of an average pass: what was waited for, and what was computed."""
+    passes, layers = times.passes, times.layers
+    waits = layers.spine_wait_s + layers.expert_wait_s
+    return [
+        f"passes    {passes:,}, {times.rows:,} rows; of {times.total_s / passes:.3f} s a pass:",
+        f"  waiting {waits / passes:.3f} s: spine {layers.spine_wait_s / passes:.3f}, "
+        f"experts {layers.expert_wait_s / passes:.3f}",
+        f"  compute {(times.total_s - waits) / passes:.3f} s: attention {layers.attention_s / passes:.3f}, shared "
+        f"{layers.shared_s / passes:.3f}, experts {layers.expert_s / passes:.3f}, head {times.head_s / passes:.3f}",
+    ]
+
+
+def _memory_lines(engine: Model) -> list[str]:
+    from deltafin.cli.progress import human_nbytes
+
+    plan = engine.memory
+    assert plan is not None
+    kept, room = engine.store.resident_experts
+    return [
+        f"memory    {human_nbytes(plan.total)} of {human_nbytes(plan.budget)}: passes of {plan.rows:,} rows, "
+        f"{len(plan.resident)} of {plan.spine_layers} layers resident ({human_nbytes(plan.resident_nbytes)}), "
+        f"{plan.slots} slots, {kept:,} of at most {room:,} experts",
+    ]

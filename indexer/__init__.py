@@ -6,6 +6,7 @@ never describes part of a checkpoint and never believes a number it has not chec
 caches, digests of spans or arithmetic, and never imports torch.
 """
 
+from deltafin.indexer.blueprint import Blueprint, k3_config, k3_ignored
 from deltafin.indexer.build import Progress, build_catalog, check_catalog, check_files
 from deltafin.indexer.catalog import GLOBALS, Catalog, RowTable, Span, SpineGroup, Totals
 from deltafin.indexer.config import LORA_NORM_EPS, ModelConfig, parse_config
@@ -21,6 +22,7 @@ __all__ = [
     "GLOBALS",
     "LAYER_PREFIX",
     "LORA_NORM_EPS",
+    "Blueprint",
     "Catalog",
     "Expected",
     "ExpertPart",
@@ -47,6 +49,8 @@ __all__ = [
     "disk_error",
     "expert_layout",
     "hub_files",
+    "k3_config",
+    "k3_ignored",
     "make_directory",
     "parse_config",
     "parse_model",

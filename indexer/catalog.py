@@ -20,7 +20,7 @@ from pathlib import Path
 
 import lmdb
 
-from deltafin.errors import BadCatalog, DeltafinError, NotFound
+from deltafin.errors import BadCatalog, DeltafinError, NotFound, OldCatalog
 from deltafin.indexer import roles
 from deltafin.indexer.config import ModelConfig, parse_config
 from deltafin.indexer.layout import Layout, Place, Shard
@@ -267,7 +267,7 @@ def _check_digest(path: Path) -> int:
         raise BadCatalog(f"{path}: this is no catalog, or it was cut short ({nbytes} bytes); {_REBUILD}") from None
     magic, lmdb_format = struct.unpack_from("<II", start, 16) if len(start) == 24 else (0, 0)
     if written_by != FORMAT or version != VERSION or (magic == _LMDB_MAGIC and lmdb_format != 1):
-        raise BadCatalog(f"{path}: this catalog was written by another version of Deltafin or LMDB; {_REBUILD}")
+        raise OldCatalog(f"{path}: this catalog was written by another version of Deltafin or LMDB; {_REBUILD}")
     if lmdb_nbytes + _PAGE_NBYTES != nbytes:
         raise BadCatalog(f"{path}: the catalog has {nbytes} bytes, expected {lmdb_nbytes + _PAGE_NBYTES}; {_REBUILD}")
     if (got := _sha256(path, lmdb_nbytes)) != want:

@@ -8,7 +8,9 @@ The room does not know where weights come from (that is the store's) nor how out
 line's). Importing it imports no torch; opening a model does.
 """
 
-from deltafin.runtime.model import Model, open
+from deltafin.runtime.clock import LayerTimes, PassTimes, RunTimes
+from deltafin.runtime.memory import MemoryPlan, Want
+from deltafin.runtime.model import Model, load_tokenizer, open
 from deltafin.runtime.observer import Observer, Point, RowSpan
 from deltafin.runtime.segment import Logits, Segment
 from deltafin.runtime.sequence import Sequence
@@ -16,11 +18,15 @@ from deltafin.runtime.tokenizer import StreamDecoder, Tokenizer, Utf8Stream
 from deltafin.runtime.trace import Trace, TraceHeader, TraceLine, TraceWriter, expert_uses, read_trace
 
 __all__ = [
+    "LayerTimes",
     "Logits",
+    "MemoryPlan",
     "Model",
     "Observer",
+    "PassTimes",
     "Point",
     "RowSpan",
+    "RunTimes",
     "Segment",
     "Sequence",
     "StreamDecoder",
@@ -30,7 +36,9 @@ __all__ = [
     "TraceLine",
     "TraceWriter",
     "Utf8Stream",
+    "Want",
     "expert_uses",
+    "load_tokenizer",
     "open",
     "read_trace",
 ]

@@ -9,19 +9,29 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.runtime.observer import Observer
-from deltafin.runtime.segment import Logits, Segment
+from deltafin.runtime.segment import Logits, Part
 
 
 class Backend(Protocol):
     """Computes passes over one open store. Keeps nothing between passes but weights."""
 
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows a pass may have; None is any number."""
+
     def new_state(self) -> object:
         """The state of a sequence that has seen nothing."""
 
+    def detached(self, state: object) -> object:
+        """The same state for another pass before the last one counts: memory of older states stays as it is."""
+
     def run(
-        self, segments: abc.Sequence[Segment], logits: Logits, observer: Observer | None
+        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None
     ) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
-        """One pass over checked segments: the asked logits, and each segment's state after it.
+        """One pass: the asked logits, and each part's state after it.
 
         The states that the sequences hold now must stay usable: the pass may yet fail.
         """
+
+    def close(self) -> None:
+        """Lets go of its memory."""

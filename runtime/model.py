@@ -7,18 +7,21 @@ from collections import abc
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, overload
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
-from deltafin.errors import BadCheckpoint, BadRequest, DeltafinError
+from deltafin.errors import BadCheckpoint, BadRequest, DeltafinError, NoMemory
 from deltafin.indexer import ModelConfig
 from deltafin.runtime.backend import Backend
+from deltafin.runtime.clock import PassTimes, RunTimes
+from deltafin.runtime.memory import MemoryPlan, Want, sequence_nbytes
 from deltafin.runtime.observer import Observer
-from deltafin.runtime.segment import Logits, Segment, check_segments
+from deltafin.runtime.segment import Logits, Part, Segment, check_segments, cut
 from deltafin.runtime.sequence import Commit, Sequence
 from deltafin.runtime.tokenizer import Tokenizer
-from deltafin.store import Store, open_store
+from deltafin.store import PackSet, Store, open_store
 
 Floats = npt.NDArray[np.float32]
 
@@ -31,15 +34,22 @@ def open(
     roots: abc.Sequence[str | Path] = (),
     revision: str | None = None,
     device: str = "cpu",
+    ram: int | None = None,
+    threads: int | None = None,
+    want: Want | None = None,
+    spine: str | None = None,
 ) -> Model:
     """Open a model by directory, repo id, catalog name or `demo`; close it, or use it in a `with`.
 
     Builds the catalog first if there is none. `device` is "cpu" for the native kernels, "torch" for the plain torch
-    implementation on the CPU, or a torch device. The rest, and the errors, are `open_store`'s to explain.
+    implementation on the CPU, or a torch device. `ram` is the most memory, in bytes, that the process is to take
+    (default: a safe share of what is available), `threads` how many compute (default: all cores), `want` what to
+    prepare for, and `spine` an encoding to use; see docs/pass.md. The rest, and the errors, are `open_store`'s to
+    explain.
     """
     store = open_store(str(model), offline=offline, cache_dir=cache_dir, roots=roots, revision=revision)
     try:
-        return Model(store, device=device)
+        return Model(store, device=device, ram=ram, threads=threads, want=want, spine=spine)
     except BaseException:
         store.close()
         raise
@@ -48,16 +58,32 @@ def open(
 class Model:
     """Computes any K3-shaped model out of an open store, which it closes with itself.
 
-    Only sequences and what one pass needs are in memory. Passes of one model may not overlap in time.
+    Only sequences, what one pass needs, and what else fits into its memory are in memory. Passes of one model may not
+    overlap in time.
     """
 
-    def __init__(self, store: Store, *, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        device: str = "cpu",
+        ram: int | None = None,
+        threads: int | None = None,
+        want: Want | None = None,
+        spine: str | PackSet | None = None,
+        tokenizer: Tokenizer | None = None,
+        plan: MemoryPlan | None = None,
+    ) -> None:
         self.store = store
         self.config: ModelConfig = store.catalog.config
-        self.tokenizer = _tokenizer(store, self.config)
+        self.tokenizer = tokenizer or load_tokenizer(store)
         self.stop_ids = _stop_ids(store, self.config, self.tokenizer)
-        self._backend = _backend(store, device)
+        self.times = RunTimes()
+        self.last_pass: PassTimes | None = None  # of the native backend
+        self._backend = _backend(store, device, ram, threads, want or Want(), spine, plan)
         self._sequences = 0
+        self._live: WeakSet[Sequence] = WeakSet()
+        self._shed_nbytes = 0  # of resident experts, for sequences that were not planned for
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -71,12 +97,34 @@ class Model:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._backend.close()
             self.store.close()
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """What the budget is spent on; None for torch, which has none."""
+        plan = getattr(self._backend, "plan", None)
+        assert plan is None or isinstance(plan, MemoryPlan)
+        return plan
+
+    @property
+    def spine_label(self) -> str | None:
+        """The encoding of the spine in use, and whether it is as released; None if no pack is in use."""
+        label = getattr(self._backend, "spine_label", None)
+        assert label is None or isinstance(label, str)
+        return label
+
+    @property
+    def as_released(self) -> bool:
+        """Whether every weight in use is exactly the released one."""
+        return bool(getattr(self._backend, "as_released", True))
 
     def sequence(self) -> Sequence:
         """A conversation that has not begun."""
         self._sequences += 1
-        return Sequence(self._sequences - 1, self._backend.new_state(), self)
+        seq = Sequence(self._sequences - 1, self._backend.new_state(), self)
+        self._live.add(seq)
+        return seq
 
     @overload
     def forward(
@@ -95,7 +143,7 @@ class Model:
     def forward(
         self, segments: abc.Sequence[Segment], *, logits: Logits = "all", observer: Observer | None = None
     ) -> Floats | None:
-        """Feed each segment to its sequence in one pass over the weights.
+        """Feed each segment to its sequence in one pass over the weights, or in several if memory holds fewer rows.
 
         Returns, rows in the order of the segments: "all" logits [rows, vocab]; "last" the logits after each segment
         [segments, vocab]; "targets" the log-probability of each row's target [rows]; "none" nothing. Either every
@@ -106,9 +154,8 @@ class Model:
         check_segments(segments, logits, self.config)
         if any(segment.seq.owner is not self for segment in segments):
             raise BadRequest("a sequence belongs to another model; use this model's sequence()")
-        values, states = self._backend.run(segments, logits, observer)
-        if observer is not None:
-            observer.finished()
+        self._make_room(segments)
+        values, states = self._passes(segments, logits, observer)
         commit = Commit()
         for segment, state in zip(segments, states, strict=True):
             segment.seq.offer(segment.ids, state, commit)
@@ -116,6 +163,50 @@ class Model:
         for segment in segments:
             segment.seq.settle()
         return values
+
+    def _make_room(self, segments: abc.Sequence[Segment]) -> None:
+        """Sequences beyond what was planned for take the memory of resident experts. Raises NoMemory."""
+        plan = self.memory
+        if plan is None:
+            return
+        growth = {id(s.seq): len(s) for s in segments}
+        lengths = [len(seq) + growth.get(id(seq), 0) for seq in self._live]
+        wanted = sum(sequence_nbytes(self.config, tokens) for tokens in lengths if tokens)
+        have = plan.sequences + plan.budget - plan.total + self._shed_nbytes
+        if wanted > have:
+            self._shed_nbytes += (shed := self.store.shrink(wanted - have))
+            have += shed
+        if wanted > have:
+            raise NoMemory(
+                f"{len(lengths)} sequences of {sum(lengths)} tokens take {wanted / 1e9:.2f} GB, but of "
+                f"{plan.budget / 1e9:.2f} GB {have / 1e9:.2f} GB are left for them; drop some, or open the model with "
+                "more ram"
+            )
+
+    def _passes(
+        self, segments: abc.Sequence[Segment], logits: Logits, observer: Observer | None
+    ) -> tuple[Floats | None, list[object]]:
+        """The asked logits, and every segment's state after it; no sequence has changed yet."""
+        states: list[object] = [segment.seq.state for segment in segments]
+        found: list[Floats] = []
+        for pieces in cut(segments, self._backend.most_rows):
+            parts = [_part(segments, number, tokens, states[number]) for number, tokens in pieces]
+            wanted: Logits = "none" if logits == "last" and not any(p.last for p in parts) else logits
+            values, after = self._backend.run(parts, wanted, observer)
+            if observer is not None:
+                observer.finished()
+            if values is not None:
+                found.append(values)
+            for part, state in zip(parts, after, strict=True):
+                # The first state of several has the sequence's own memory to write its successor into.
+                first = part.position == len(segments[part.segment].seq) and not part.last
+                states[part.segment] = self._backend.detached(state) if first else state
+            if (times := getattr(self._backend, "times", None)) is not None:
+                self.last_pass = times
+                self.times.add(times)
+        if not found:
+            return None, states
+        return (found[0] if len(found) == 1 else np.concatenate(found)), states
 
     def generate(
         self,
@@ -153,14 +244,38 @@ class Model:
             ids = [token]
 
 
-def _backend(store: Store, device: str) -> Backend:
+def _part(segments: abc.Sequence[Segment], number: int, tokens: slice, state: object) -> Part:
+    segment = segments[number]
+    return Part(
+        segment=number,
+        sequence=segment.seq.number,
+        position=len(segment.seq) + tokens.start,
+        ids=segment.ids[tokens],
+        targets=None if segment.targets is None else segment.targets[tokens],
+        state=state,
+        last=tokens.stop == len(segment),
+    )
+
+
+def _backend(
+    store: Store,
+    device: str,
+    ram: int | None,
+    threads: int | None,
+    want: Want,
+    spine: str | PackSet | None,
+    plan: MemoryPlan | None,
+) -> Backend:
     """The CPU's own kernels for "cpu"; the plain torch implementation for "torch" (on the CPU) and torch's devices."""
     if device == "cpu":
         try:
-            from deltafin.runtime.native import Native
+            from deltafin.runtime.native import open_native
         except ImportError as e:
             raise DeltafinError(f"the native kernels cannot be loaded ({e})") from None
-        return Native(store)
+        return open_native(store, ram, threads, want, spine, plan)
+    for name, value in (("ram", ram), ("threads", threads), ("spine", spine)):
+        if value is not None:
+            raise BadRequest(f"{name} has no effect with device {device!r}: it is for the native kernels; leave it out")
     try:
         from deltafin.runtime.reference import Reference
     except ImportError:
@@ -168,14 +283,15 @@ def _backend(store: Store, device: str) -> Backend:
     return Reference(store, "cpu" if device == "torch" else device)
 
 
-def _tokenizer(store: Store, config: ModelConfig) -> Tokenizer | None:
+def load_tokenizer(store: Store) -> Tokenizer | None:
+    """The tokenizer of an open store's model, if it has one."""
     ranks = store.catalog.file("tiktoken.model")
     if ranks is None:
         return None
     names = store.catalog.file("tokenizer_config.json")
     if names is None:
         raise BadCheckpoint("tiktoken.model is there but tokenizer_config.json, which names the special ids, is not")
-    return Tokenizer(ranks, names, config.vocab_size)
+    return Tokenizer(ranks, names, store.catalog.config.vocab_size)
 
 
 def _stop_ids(store: Store, config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

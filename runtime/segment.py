@@ -36,6 +36,39 @@ class Segment:
         return len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one pass computes of a segment: consecutive tokens after `position` others, from `state` on."""
+
+    segment: int  # its index in the call
+    sequence: int  # Sequence.number
+    position: int
+    ids: abc.Sequence[int]
+    targets: abc.Sequence[int] | None
+    state: object
+    last: bool  # whether the segment ends with it
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def cut(segments: abc.Sequence[Segment], most_rows: int | None) -> list[list[tuple[int, slice]]]:
+    """Passes of at most `most_rows` rows: lists of (segment, its tokens), in the order of the segments."""
+    passes: list[list[tuple[int, slice]]] = [[]]
+    room = most_rows
+    for number, segment in enumerate(segments):
+        at = 0
+        while at < len(segment):
+            if room == 0:
+                passes.append([])
+                room = most_rows
+            count = len(segment) - at if room is None else min(room, len(segment) - at)
+            passes[-1].append((number, slice(at, at + count)))
+            at += count
+            room = None if room is None else room - count
+    return passes
+
+
 def check_segments(segments: abc.Sequence[Segment], logits: Logits, config: ModelConfig) -> None:
     """Refuse, before any byte is read, a pass that makes no sense."""
     if not segments:

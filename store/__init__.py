@@ -1,24 +1,62 @@
 """The store answers one question: bring me these bytes.
 
 Callers name spans, layers or experts and never see whether they came from an object in a root, from an
-original shard read in place, or over HTTP. It promises that bytes which contradict a known digest are
-never returned, that what it keeps appears whole or not at all, and that offline means no socket. It
-knows nothing of arithmetic, tokens or sequences, and never imports torch.
+original shard read in place, or over HTTP. The spine can also be laid out anew, in packs. The store
+promises that bytes which contradict a known digest are never returned, that what it keeps appears whole
+or not at all, and that offline means no socket. It knows nothing of arithmetic, tokens or sequences, and
+never imports torch.
 """
 
+from deltafin.store.arena import slot_nbytes
 from deltafin.store.bulk import FetchPlan, fetch, free_nbytes, measure_rate, plan_fetch
 from deltafin.store.check import Status, VerifyReport, nbytes_to_verify, read_status, removable, remove, verify
+from deltafin.store.encodings import Bf12, Bf16, Int8, PackFormat, Raw
 from deltafin.store.opening import default_cache, is_offline, open_catalog, open_store
+from deltafin.store.packcheck import removable_packs, remove_packs
+from deltafin.store.packing import PackPlan, PackTotals, plan_packs, write_packs
+from deltafin.store.packs import Pack, PackPiece, PackSet, open_packs
 from deltafin.store.selection import Item, all_items, expert_items, pair_items, parse_numbers, spine_items
-from deltafin.store.stats import StoreStats
+from deltafin.store.spine import (
+    HEAD,
+    Block,
+    LayerPieces,
+    SpineLayer,
+    SpineReader,
+    SpineWalk,
+    Uses,
+    least_ring_nbytes,
+    spine_pieces,
+)
+from deltafin.store.standin import Standin, make_standin, standin_packs
+from deltafin.store.stats import SOURCES, StoreStats
 from deltafin.store.store import Store
+from deltafin.store.tuning import raw_rate, tune
 
 __all__ = [
+    "HEAD",
+    "SOURCES",
+    "Bf12",
+    "Bf16",
+    "Block",
     "FetchPlan",
+    "Int8",
     "Item",
+    "LayerPieces",
+    "Pack",
+    "PackFormat",
+    "PackPiece",
+    "PackPlan",
+    "PackSet",
+    "PackTotals",
+    "Raw",
+    "SpineLayer",
+    "SpineReader",
+    "SpineWalk",
+    "Standin",
     "Status",
     "Store",
     "StoreStats",
+    "Uses",
     "VerifyReport",
     "all_items",
     "default_cache",
@@ -26,16 +64,28 @@ __all__ = [
     "fetch",
     "free_nbytes",
     "is_offline",
+    "least_ring_nbytes",
+    "make_standin",
     "measure_rate",
     "nbytes_to_verify",
     "open_catalog",
+    "open_packs",
     "open_store",
     "pair_items",
     "parse_numbers",
     "plan_fetch",
+    "plan_packs",
+    "raw_rate",
     "read_status",
     "removable",
+    "removable_packs",
     "remove",
+    "remove_packs",
+    "slot_nbytes",
     "spine_items",
+    "spine_pieces",
+    "standin_packs",
+    "tune",
     "verify",
+    "write_packs",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deltafin.errors import BadRequest, Missing, NotFound
+from deltafin.errors import BadRequest, Missing, NotFound, OldCatalog
 from deltafin.indexer import (
     Catalog,
     Location,
@@ -20,8 +21,11 @@ from deltafin.indexer import (
     hub_files,
     parse_model,
 )
+from deltafin.store.drive import Drive
 from deltafin.store.roots import Root, ShardDirectory
 from deltafin.store.store import Store
+
+log = logging.getLogger(__name__)
 
 
 def open_store(
@@ -33,6 +37,7 @@ def open_store(
     revision: str | None = None,
     policy: RetryPolicy | None = None,
     progress: Progress | None = None,
+    rate: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Store:
     """A store for `model`: "demo", a directory of shards, a repository id or a catalog's name.
@@ -40,14 +45,15 @@ def open_store(
     What is fetched is kept in `cache_dir` (default: DELTAFIN_CACHE, else the user's cache directory);
     `roots` are further directories with objects or original shards, only read. `offline`, or
     HF_HUB_OFFLINE in the environment, means that no socket is opened. `progress` counts shards while a
-    missing catalog is built. Raises NotFound, Missing, BadCatalog, BadCheckpoint, NetworkError.
+    missing catalog is built. `rate` holds every root to so many bytes a second, for comparisons of times.
+    Raises NotFound, Missing, BadCatalog, BadCheckpoint, NetworkError.
     """
     cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache(environ)
     offline = offline or is_offline(environ)
     ref = parse_model(model, cache, revision=revision)
     catalog = open_catalog(ref, cache, offline=offline, policy=policy, progress=progress)
     try:
-        return _assemble(catalog, cache, [Path(r) for r in roots], offline, policy, environ, model)
+        return _assemble(catalog, cache, [Path(r) for r in roots], offline, policy, environ, model, rate)
     except BaseException:
         catalog.close()
         raise
@@ -56,10 +62,9 @@ def open_store(
 def open_catalog(
     ref: ModelRef, cache: Path, *, offline: bool, policy: RetryPolicy | None = None, progress: Progress | None = None
 ) -> Catalog:
-    """The catalog of a model; built now if it is missing and its source is within reach."""
+    """The catalog of a model; built now if it is missing or of another version, and its source is within reach."""
     path = catalog_path(cache, ref.name)
-    if _exists(path):
-        catalog = Catalog(path)
+    if (catalog := _current(path, rebuild=ref.indexable and not (offline and ref.remote))) is not None:
         if ref.path is None:
             return catalog
         if catalog.location.path == str(ref.path.resolve()) or _is_cache_folder(ref.path):
@@ -80,6 +85,19 @@ def open_catalog(
     finally:
         source.close()
     return Catalog(path)
+
+
+def _current(path: Path, *, rebuild: bool) -> Catalog | None:
+    """The finished catalog at `path`; None if there is none, or an old one that can be built anew."""
+    if not _exists(path):
+        return None
+    try:
+        return Catalog(path)
+    except OldCatalog as e:
+        if not rebuild:
+            raise
+        log.info("%s; building it anew", e)
+        return None
 
 
 def _exists(path: Path) -> bool:
@@ -113,17 +131,22 @@ def _assemble(
     policy: RetryPolicy | None,
     environ: Mapping[str, str],
     model: str,
+    rate: float | None,
 ) -> Store:
     location = catalog.location
-    directories = [ShardDirectory(Path(location.path), catalog, required=True)] if location.path else []
-    readable = [Root(cache, writable=True)]
+
+    def shards(path: Path, *, required: bool) -> ShardDirectory:
+        return ShardDirectory(path, catalog, required=required, drive=Drive(path, rate=rate))
+
+    directories = [shards(Path(location.path), required=True)] if location.path else []
+    readable = [Root(cache, writable=True, drive=Drive(cache, rate=rate))]
     for path in roots:
         if not path.is_dir():
             raise NotFound(f"--root {path}: no such directory")
-        readable.append(Root(path))
-        directories.append(ShardDirectory(path, catalog, required=False))
+        readable.append(Root(path, drive=Drive(path, rate=rate)))
+        directories.append(shards(path, required=False))
     if location.path is None and (snapshot := _hub_cache_snapshot(location, environ)) is not None:
-        directories.append(ShardDirectory(snapshot, catalog, required=False))
+        directories.append(shards(snapshot, required=False))
 
     remote = None
     if location.path is None and not offline:

@@ -12,14 +12,17 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
 
 from deltafin.errors import BadCatalog, Corrupt, DiskError
 from deltafin.indexer import Catalog, Span, clear_stale, disk_error, make_directory, publish, temporary
+from deltafin.store.arena import Slot
+from deltafin.store.drive import Drive
 from deltafin.store.objectlog import ObjectEntry, ObjectLog
+from deltafin.store.packs import Packed
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +31,18 @@ _OBJECT_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 class Root:
-    """A directory with objects and their log. Made on the first write if it is not there."""
+    """A directory with objects and their log. Made on the first write if it is not there. Owns its drive."""
 
-    def __init__(self, path: Path, *, writable: bool = False) -> None:
+    def __init__(self, path: Path, *, writable: bool = False, drive: Drive | None = None) -> None:
         self.path = path
         self.writable = writable
+        self.drive = drive or Drive(path)
         self._objects = str(path / "objects")
         if writable:
             clear_stale(path / "tmp")
         self.log = ObjectLog(path / "objects.log")
         self._checked: set[bytes] = set()  # digests whose files this process has compared with their content
+        self._checked_packed: set[bytes] = set()  # the same for pieces of packs
 
     def find(self, key: bytes) -> ObjectEntry | None:
         """The object of a span if it is there in full length."""
@@ -54,22 +59,43 @@ class Root:
         name = entry.sha256.hex()
         return self.path / "objects" / name[:2] / name
 
-    def read(self, entry: ObjectEntry, view: memoryview) -> None:
-        """A whole object into `view`; compared with its digest the first time. Raises Corrupt or DiskError."""
-        read_file(self.object_path(entry), 0, view)
-        if entry.sha256 not in self._checked:
-            if xxhash.xxh3_128(view).digest() != entry.xxh3:
-                raise Corrupt(f"{self.object_path(entry)}: the content does not match its digest")
-            self._checked.add(entry.sha256)
+    def read(self, entry: ObjectEntry, slot: Slot) -> Slot:
+        """A whole object as a part of `slot`; compared with its digest the first time. Raises Corrupt or DiskError."""
+        content = self.drive.read(self.object_path(entry), 0, entry.nbytes, slot)
+        self._check(entry, content.data)
+        return content
+
+    def read_packed(self, packed: Packed, slot: Slot) -> Slot:
+        """A piece of a pack as a part of `slot`; compared with its digest the first time.
+
+        Raises Corrupt or DiskError.
+        """
+        path, piece = packed.path, packed.piece
+        content = self.drive.read(path, piece.offset, piece.nbytes, slot)
+        if piece.xxh3 not in self._checked_packed:
+            if xxhash.xxh3_128(content.data).digest() != piece.xxh3:
+                raise Corrupt(
+                    f"{path}: damaged at byte {piece.offset}; df-fetch verify moves the pack aside, then make it again "
+                    "with df-fetch spine --as, or go on without it"
+                )
+            self._checked_packed.add(piece.xxh3)
+        return content
 
     def read_part(self, entry: ObjectEntry, at: int, view: memoryview) -> None:
         """Bytes of an object from `at` on; the whole object is checked the first time."""
         if entry.sha256 in self._checked:
             read_file(self.object_path(entry), at, view)
             return
-        whole = bytearray(entry.nbytes)
-        self.read(entry, memoryview(whole))
-        view[:] = memoryview(whole)[at : at + len(view)]
+        whole = memoryview(bytearray(entry.nbytes))
+        read_file(self.object_path(entry), 0, whole)
+        self._check(entry, whole)
+        view[:] = whole[at : at + len(view)]
+
+    def _check(self, entry: ObjectEntry, content: memoryview) -> None:
+        if entry.sha256 not in self._checked:
+            if xxhash.xxh3_128(content).digest() != entry.xxh3:
+                raise Corrupt(f"{self.object_path(entry)}: the content does not match its digest")
+            self._checked.add(entry.sha256)
 
     def publish(self, key: bytes, view: memoryview) -> ObjectEntry:
         """Keeps the bytes of a span as an object. Raises NoSpace or DiskError, and then nothing has changed."""
@@ -86,6 +112,15 @@ class Root:
             raise disk_error(e, self.log.path) from None
         self._checked.add(entry.sha256)
         return entry
+
+    def alias(self, keys: Iterable[bytes], entry: ObjectEntry) -> None:
+        """Records that further spans hold the same bytes as an object that is here. Raises NoSpace or DiskError."""
+        try:
+            for key in keys:
+                if self.log.entries.get(key) != entry:
+                    self.log.append(key, entry)
+        except OSError as e:
+            raise disk_error(e, self.log.path) from None
 
     def _holds(self, entry: ObjectEntry, view: memoryview) -> bool:
         """Whether the object is there already. A name and a length prove nothing: a damaged one is replaced."""
@@ -159,10 +194,14 @@ class Root:
 
 
 class ShardDirectory:
-    """Original shards in a directory, read in place. A shard counts only if size and header are as indexed."""
+    """Original shards in a directory, read in place. A shard counts only if size and header are as indexed.
 
-    def __init__(self, path: Path, catalog: Catalog, *, required: bool) -> None:
+    Owns its drive.
+    """
+
+    def __init__(self, path: Path, catalog: Catalog, *, required: bool, drive: Drive | None = None) -> None:
         self.path = path
+        self.drive = drive or Drive(path)
         self._catalog = catalog
         self.required = required  # the catalog was built from here: a change is an error, not a miss
         self._lock = threading.Lock()
@@ -178,7 +217,11 @@ class ShardDirectory:
     def shard_path(self, shard: int) -> Path:
         return self.path / self._catalog.shards[shard].name
 
-    def read(self, span: Span, at: int, view: memoryview) -> None:
+    def read(self, span: Span, slot: Slot) -> Slot:
+        """A span as a part of `slot`. Raises DiskError."""
+        return self.drive.read(self.shard_path(span.shard), span.offset, span.nbytes, slot)
+
+    def read_part(self, span: Span, at: int, view: memoryview) -> None:
         """Bytes of a span from `at` on. Raises DiskError."""
         read_file(self.shard_path(span.shard), span.offset + at, view)
 
@@ -210,7 +253,10 @@ class ShardDirectory:
 
 
 def read_file(path: Path, offset: int, view: memoryview) -> None:
-    """Fills `view` from a file; an error names file and offset. One retry: some drives fail once."""
+    """Fills `view` from a file, through the page cache. An error names file and offset.
+
+    One retry: some drives fail once.
+    """
     for last_try in (False, True):
         try:
             fd = os.open(path, os.O_RDONLY)

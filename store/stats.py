@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+SOURCES = ("ram", "object", "shard", "pack", "http")
+
 
 class StoreStats:
     """Thread-safe counters. `expert_reads` and `spine_reads` count visits by (layer, expert) and layer."""
@@ -28,11 +30,10 @@ class StoreStats:
             self.spine_reads[layer] += 1
 
     def snapshot(self) -> dict[str, int]:
-        """All counters now. `*_nbytes` are bytes by source, the rest numbers of events."""
+        """All counters now: bytes by source, bytes of the spine as they were used, and numbers of events."""
         with self._lock:
-            fixed = dict.fromkeys(
-                ("object_spans", "object_nbytes", "shard_spans", "shard_nbytes", "http_spans", "http_nbytes"), 0
-            )
+            names = [f"{source}_{what}" for source in SOURCES for what in ("spans", "nbytes")]
+            fixed = dict.fromkeys([*names, "spine_nbytes", "head_nbytes", "embedding_nbytes"], 0)
             return {
                 **fixed,
                 **self.counts,

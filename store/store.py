@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,26 +19,28 @@ from deltafin.indexer import (
     LAYER_PREFIX,
     Catalog,
     Expected,
-    Place,
     RemoteFiles,
     RowTable,
     Span,
     SpineGroup,
     expert_layout,
 )
+from deltafin.store.arena import Arena, Slot, own_slot, slot_nbytes
+from deltafin.store.drive import Drive
+from deltafin.store.encodings import PackFormat
 from deltafin.store.landing import Landing
 from deltafin.store.objectlog import ObjectEntry, span_key
+from deltafin.store.packs import Packed, PackSet, open_packs
 from deltafin.store.plausible import implausible
 from deltafin.store.roots import Root, ShardDirectory
+from deltafin.store.spine import tensor_of
 from deltafin.store.stats import StoreStats
+from deltafin.store.tier import ExpertTier
 
 log = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
-
-WORKERS = 8
+WORKERS = 8  # transfers at once, and slots while nothing is known of the memory there is
 _FINAL_PREFIX = "language_model.model."
-_DTYPES: dict[str, type[np.generic]] = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 _FETCH_ATTEMPTS = 3  # of a span whose bytes arrive complete but cannot be right
 
 
@@ -68,7 +72,10 @@ class Store:
         self._keeping_lock = threading.Lock()
         self._layout = expert_layout(catalog.config)
         self._shard_ids = [_shard_id(catalog, i) for i in range(len(catalog.shards))]
-        self._pool = ThreadPoolExecutor(WORKERS, "store")
+        self._line = Drive(Path("http"), depth=WORKERS)  # only its queue: reads come from the network
+        self._arena: Arena | None = None  # of all slots
+        self._slots: list[Slot] | None = None  # free ones; None until they are made
+        self._tier = ExpertTier([])
         self._tables: dict[str, RowTable] = {}
 
     def __enter__(self) -> Store:
@@ -84,8 +91,8 @@ class Store:
         self._closed = True
         if self._remote is not None:
             self._remote.stop()
-        # Not cancelled: whoever left an iterator of experts open still waits for the reads it asked for.
-        self._pool.shutdown(wait=True)
+        for drive in (self._line, *self.drives):
+            drive.close()
         if self._remote is not None:
             self._remote.close()
         try:
@@ -109,6 +116,11 @@ class Store:
             return self._remote
 
     @property
+    def drives(self) -> tuple[Drive, ...]:
+        """The readers of all roots and shard directories."""
+        return (*(root.drive for root in self.roots), *(folder.drive for folder in self.shard_directories))
+
+    @property
     def requests(self) -> int:
         """HTTP exchanges so far, redirects included."""
         return self._remote.stats.requests if self._remote is not None else 0
@@ -123,6 +135,37 @@ class Store:
         return self._open_remote is not None
 
     # ---- what the runtime asks for ------------------------------------------------------------------
+
+    def reserve(self, slots: int, resident: int) -> int:
+        """Makes memory for experts: `slots` to read into, and `resident` that stay; returns its bytes.
+
+        For the opener of the store, before the first expert is asked for. Without it there are a few slots.
+        """
+        assert self._slots is None, "experts have been read already"
+        nbytes = slot_nbytes(self.catalog.expert_nbytes)
+        self._arena = arena = Arena((slots + resident) * nbytes)
+        self._slots = [arena.take(nbytes) for _ in range(slots)]
+        self._tier = ExpertTier(arena.take(nbytes) for _ in range(resident))
+        return arena.nbytes
+
+    def shrink(self, nbytes: int) -> int:
+        """Gives memory of resident experts back to the system, about as much as is asked; returns its bytes."""
+        slot = slot_nbytes(self.catalog.expert_nbytes)
+        given = self._tier.shrink(-(-nbytes // slot))
+        assert self._arena is not None or not given
+        for part in given:
+            assert self._arena is not None
+            self._arena.give_back(part)
+        return len(given) * slot
+
+    @property
+    def resident_experts(self) -> tuple[int, int]:
+        """How many experts stay in memory now, and how many could."""
+        return len(self._tier), self._tier.capacity
+
+    def packs(self, format: PackFormat) -> PackSet:
+        """The packs of a format that fit this model, from all roots; damaged ones are passed over and said."""
+        return open_packs([root.path for root in self.roots], self.catalog, self.shard_ids, format)
 
     def spine(self, layer: int) -> dict[str, npt.NDArray[np.generic]]:
         """Every tensor of a layer that is no routed expert, by short name, in fresh memory.
@@ -147,14 +190,35 @@ class Store:
         if len(set(ids)) != len(ids):
             raise BadRequest(f"experts of layer {layer}: an expert is asked for twice")
         spans = dict(zip(ids, self.catalog.expert_spans(layer, ids), strict=True))
-
-        def read(expert: int, slot: Bytes) -> int:
+        here: list[tuple[int, Slot]] = []
+        away: list[int] = []
+        for expert in ids:
             self.stats.visit_expert(layer, expert)
-            self.read(spans[expert], slot.data, expert=(layer, expert))
-            return expert
+            resident = self._tier.use((layer, int(expert)))
+            if resident is None:
+                away.append(expert)
+            else:
+                here.append((expert, resident))
+        if here:
+            self.stats.add(ram_spans=len(here), ram_nbytes=len(here) * self.catalog.expert_nbytes)
 
-        slots = [np.empty(self.catalog.expert_nbytes, np.uint8) for _ in range(min(WORKERS, len(ids)))]
-        return Landing(ids, slots, lambda expert, slot: self._pool.submit(read, expert, slot))
+        def read(expert: int, slot: Slot) -> Future[Slot]:
+            return self.submit(spans[expert], slot, urgent=True, expert=(layer, int(expert)))
+
+        def spent(expert: int, slot: Slot, content: Slot) -> Slot:
+            return self._tier.offer((layer, int(expert)), slot, content)
+
+        free = self._free_slots()
+        taken = [free.pop() for _ in range(min(len(free), len(away)))]
+        if away and not taken:  # others have them all; with one more this iterator works too
+            taken = [own_slot(self.catalog.expert_nbytes)]
+        return Landing(here, away, taken, read, spent, free.extend)
+
+    def _free_slots(self) -> list[Slot]:
+        if self._slots is None:
+            self.reserve(WORKERS, 0)
+        assert self._slots is not None
+        return self._slots
 
     def embedding(self, ids: Sequence[int]) -> npt.NDArray[np.uint16]:
         """Rows of the embedding table as BF16 bits [len(ids), hidden]."""
@@ -172,24 +236,27 @@ class Store:
             where[token] = i
             number, row = divmod(token, table.rows_per_span)
             self._read_part(table.spans[number], row * row_nbytes, rows[i].data.cast("B"))
+        self.stats.add(embedding_nbytes=len(where) * row_nbytes)
         return rows
 
     def head(self) -> Generator[tuple[int, npt.NDArray[np.uint16]], None, None]:
-        """The output head in tiles: (first vocabulary row, BF16 bits [rows, hidden]), ascending, read one ahead."""
+        """The output head in tiles: (first vocabulary row, BF16 bits [rows, hidden]), ascending, read one ahead.
+
+        A tile is valid until the next but one is asked for.
+        """
         table = self._table("head")
         hidden = table.tensor.shape[1]
+        slots = [own_slot(max(s.nbytes for s in table.spans)) for _ in range(2)]
 
-        def read(span: Span) -> npt.NDArray[np.uint16]:
-            tile = np.empty((span.nbytes // (2 * hidden), hidden), np.uint16)
-            self.read(span, tile.data.cast("B"))
-            return tile
+        def read(number: int) -> Future[Slot]:
+            return self.submit(table.spans[number], slots[number % 2], urgent=False)
 
-        ahead = self._pool.submit(read, table.spans[0])
+        ahead = read(0)
         for number in range(len(table.spans)):
-            tile = ahead.result()
+            tile = _result(ahead)
             if number + 1 < len(table.spans):
-                ahead = self._pool.submit(read, table.spans[number + 1])
-            yield number * table.rows_per_span, tile
+                ahead = read(number + 1)
+            yield number * table.rows_per_span, tile.view(np.uint16).reshape(-1, hidden)
 
     # ---- spans --------------------------------------------------------------------------------------
 
@@ -197,40 +264,86 @@ class Store:
         """How object logs name a span: independent of catalogs, paths and hosts."""
         return span_key(self._shard_ids[span.shard], span.offset, span.nbytes)
 
+    @property
+    def shard_ids(self) -> tuple[bytes, ...]:
+        """32 bytes for each shard of the catalog that name its content."""
+        return tuple(self._shard_ids)
+
     def is_local(self, span: Span) -> bool:
         """Whether a span is on this machine, as an object or in an original shard."""
         key = self.key(span)
         return any(root.find(key) for root in self.roots) or any(d.has(span.shard) for d in self.shard_directories)
 
-    def read(self, span: Span, view: memoryview, *, expert: tuple[int, int] | None = None) -> None:
-        """Fills `view` with a whole span from the best source; `expert` lets it judge bytes nobody vouches for."""
-        if not self._read_local(span, 0, view, whole=True):
-            self._fetch(span, view, expert)
+    def submit(self, span: Span, slot: Slot, *, urgent: bool, expert: tuple[int, int] | None = None) -> Future[Slot]:
+        """`read` on a thread of the drive that has the span, or of the line; urgent ones before all others."""
+        return _submit(self._queue_of(span), lambda: self.read(span, slot, expert=expert), urgent)
+
+    def submit_piece(self, span: Span, packed: Packed | None, slot: Slot) -> Future[Slot]:
+        """Like `submit` for a piece of the spine, as released or in its packed form."""
+        if packed is None:
+            return self.submit(span, slot, urgent=False)
+        root = next(r for r in self.roots if packed.path.is_relative_to(r.path))
+
+        def read() -> Slot:
+            content = root.read_packed(packed, slot)
+            self.stats.add(pack_spans=1, pack_nbytes=packed.piece.nbytes)
+            return content
+
+        return _submit(root.drive, read, False)
+
+    def read(self, span: Span, slot: Slot, *, expert: tuple[int, int] | None = None, keep: bool = True) -> Slot:
+        """A whole span from the best source, as a part of `slot`, which starts on a page and has `slot_nbytes`.
+
+        `expert` lets it judge bytes that nobody vouches for. Without `keep`, what comes over HTTP is checked as always
+        but makes no object.
+        """
+        content = self._read_local(span, lambda r, e: r.read(e, slot), lambda d: d.read(span, slot))
+        if content is None:
+            content = slot[: span.nbytes]
+            self._fetch(span, content.data, expert, keep=keep)
+        return content
+
+    def _queue_of(self, span: Span) -> Drive:
+        key = self.key(span)
+        for root in self.roots:
+            if root.find(key) is not None:
+                return root.drive
+        for directory in self.shard_directories:
+            if directory.has(span.shard):
+                return directory.drive
+        return self._line
 
     def fetch(self, span: Span, view: memoryview, *, expert: tuple[int, int] | None = None) -> None:
         """Brings a span over HTTP and keeps it; unlike `read` it raises when it cannot be kept."""
         self._fetch(span, view, expert, keep_or_fail=True)
 
     def _read_part(self, span: Span, at: int, view: memoryview) -> None:
-        if not self._read_local(span, at, view, whole=False):
+        def of_object(root: Root, entry: ObjectEntry) -> memoryview:
+            root.read_part(entry, at, view)
+            return view
+
+        def of_shard(directory: ShardDirectory) -> memoryview:
+            directory.read_part(span, at, view)
+            return view
+
+        if self._read_local(span, of_object, of_shard) is None:
             whole = bytearray(span.nbytes)
             self._fetch(span, memoryview(whole), None)
             view[:] = memoryview(whole)[at : at + len(view)]
 
-    def _read_local(self, span: Span, at: int, view: memoryview, *, whole: bool) -> bool:
-        """Tries objects, then shards in place. A source that fails is passed over if another is left."""
+    def _read_local(
+        self, span: Span, of_object: Callable[[Root, ObjectEntry], _Read], of_shard: Callable[[ShardDirectory], _Read]
+    ) -> _Read | None:
+        """From an object, or a shard in place, whatever can be read first; None if nothing has the span."""
         key = self.key(span)
         failure: DeltafinError | None = None
         for root in self.roots:
             if (entry := root.find(key)) is None:
                 continue
             try:
-                if whole:
-                    root.read(entry, view)
-                else:
-                    root.read_part(entry, at, view)
-                self.stats.add(object_spans=1, object_nbytes=len(view))
-                return True
+                content = of_object(root, entry)
+                self.stats.add(object_spans=1, object_nbytes=len(content))
+                return content
             except Corrupt as e:
                 failure = self._set_aside(root, entry, e)
             except DiskError as e:
@@ -239,14 +352,14 @@ class Store:
             if not directory.has(span.shard):
                 continue
             try:
-                directory.read(span, at, view)
-                self.stats.add(shard_spans=1, shard_nbytes=len(view))
-                return True
+                content = of_shard(directory)
+                self.stats.add(shard_spans=1, shard_nbytes=len(content))
+                return content
             except DiskError as e:
                 failure = self._note(e)
         if failure is not None and not self.may_fetch:
             raise failure
-        return False
+        return None
 
     def _set_aside(self, root: Root, entry: ObjectEntry, error: Corrupt) -> Corrupt:
         self.stats.add(corrupt_objects=1)
@@ -267,7 +380,13 @@ class Store:
         return error
 
     def _fetch(
-        self, span: Span, view: memoryview, expert: tuple[int, int] | None, *, keep_or_fail: bool = False
+        self,
+        span: Span,
+        view: memoryview,
+        expert: tuple[int, int] | None,
+        *,
+        keep: bool = True,
+        keep_or_fail: bool = False,
     ) -> None:
         remote = self.remote
         if remote is None:
@@ -289,6 +408,8 @@ class Store:
                 f"{shard.name}: bytes {span.offset} to {span.offset + span.nbytes - 1}{what}: {complaint}, "
                 f"in {_FETCH_ATTEMPTS} transfers; nothing of it was kept; is the server or a proxy at fault?"
             )
+        if not keep:
+            return
         if self._keeps or keep_or_fail:
             try:
                 self.roots[0].publish(self.key(span), view)
@@ -333,17 +454,11 @@ class Store:
     # ---- groups of tensors ----------------------------------------------------------------------------
 
     def _read_group(self, group: SpineGroup, prefix: str) -> dict[str, npt.NDArray[np.generic]]:
-        """All spans of a group in parallel into one buffer, where touching spans touch again."""
-        buffer = np.empty(sum(s.nbytes for s in group.spans) + _ALIGNMENT * len(group.spans), np.uint8)
-        starts = _arrange(group.spans)
-        view = buffer.data
-        reads = [
-            self._pool.submit(self.read, span, view[at : at + span.nbytes])
-            for span, at in zip(group.spans, starts, strict=True)
-        ]
+        """All spans of a group in parallel, each into memory of its own."""
+        reads = [self.submit(span, own_slot(span.nbytes), urgent=False) for span in group.spans]
         _wait_all(reads)
-        where = [(s.shard, s.offset, s.offset + s.nbytes, at) for s, at in zip(group.spans, starts, strict=True)]
-        return {p.name.removeprefix(prefix): _array(buffer, p, where) for p in group.tensors}
+        contents = [(span, _result(read)) for span, read in zip(group.spans, reads, strict=True)]
+        return {p.name.removeprefix(prefix): tensor_of(p, contents) for p in group.tensors}
 
     def _table(self, which: str) -> RowTable:
         if which not in self._tables:
@@ -351,46 +466,31 @@ class Store:
         return self._tables[which]
 
 
-_ALIGNMENT = 64
+_Read = TypeVar("_Read", Slot, memoryview)
 
 
-def _arrange(spans: Iterable[Span]) -> list[int]:
-    """Where each span starts in the buffer: right behind its neighbour if they touch, else aligned."""
-    starts: list[int] = []
-    end, previous = 0, None
-    for span in spans:
-        touches = previous is not None and (previous.shard, previous.offset + previous.nbytes) == (
-            span.shard,
-            span.offset,
-        )
-        if not touches:
-            end = -(-end // _ALIGNMENT) * _ALIGNMENT
-        starts.append(end)
-        end += span.nbytes
-        previous = span
-    return starts
+def _submit(queue: Drive, work: Callable[[], Slot], urgent: bool) -> Future[Slot]:
+    try:
+        return queue.submit(work, urgent=urgent)
+    except RuntimeError:
+        raise DeltafinError("the store was closed while it was being read") from None
 
 
-def _array(buffer: Bytes, place: Place, where: list[tuple[int, int, int, int]]) -> npt.NDArray[np.generic]:
-    """One tensor as a view of the buffer; copied only if it lies there unaligned."""
-    at = next(
-        at + place.offset - begin
-        for shard, begin, end, at in where
-        if shard == place.shard and begin <= place.offset < end
-    )
-    dtype = np.dtype(_DTYPES[place.dtype])
-    array = np.frombuffer(buffer, dtype, place.nbytes // dtype.itemsize, at).reshape(place.shape)
-    return array if array.flags.aligned else array.copy()
+def _result(future: Future[Slot]) -> Slot:
+    try:
+        return future.result()
+    except CancelledError:
+        raise DeltafinError("the store was closed while it was being read") from None
 
 
-def _wait_all(futures: Sequence[Future[None]]) -> None:
+def _wait_all(futures: Sequence[Future[Slot]]) -> None:
     """Waits for every read: they write into shared memory. After a failure those not begun are dropped.
 
     Raises the first failure.
     """
     try:
         for future in futures:
-            future.result()
+            _result(future)
     except BaseException:
         for future in futures:
             future.cancel()

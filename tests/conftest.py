@@ -128,3 +128,24 @@ def command(tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(words, capture_output=True, text=True, timeout=240, env=env, **keywords)
 
     return run
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Callable[[int, str], Path]]:
+    """`small_disk(nbytes, name)` mounts a tmpfs of that size; skips where nobody may mount."""
+    mounted: list[Path] = []
+
+    def mount(nbytes: int, name: str) -> Path:
+        where = tmp_path / name
+        where.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(where)]
+        try:
+            subprocess.run(words, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no tmpfs can be mounted here")
+        mounted.append(where)
+        return where
+
+    yield mount
+    for where in mounted:
+        subprocess.run(["umount", "-l", str(where)], check=True)

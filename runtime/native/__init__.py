@@ -1,10 +1,11 @@
-"""The native backend: the same network as `runtime.reference`, in numpy arrays and `cext._math`.
+"""The model on the CPU's own kernels (`deltafin.cext._math`): the product on a CPU, without PyTorch.
 
-Every sum has one written order (docs/arithmetic.md), so a row's bits depend on nothing but the weights
-and the rows before it in its sequence. No array operation of numpy's own computes anything here: numpy
-only allocates, slices and copies. Imports no torch.
+The network and its file layout mirror `runtime.reference`, the plain implementation. Every sum has one order
+(docs/arithmetic.md), so a token's logits do not depend on threads, company, how a prompt was cut or what arrived when,
+nor on how much of the model is in memory.
 """
 
+from deltafin.runtime.native.opening import open_native
 from deltafin.runtime.native.passes import Native
 
-__all__ = ["Native"]
+__all__ = ["Native", "open_native"]

@@ -11,6 +11,9 @@ from deltafin.errors import BadCheckpoint
 from deltafin.indexer import LAYER_PREFIX, ModelConfig
 from deltafin.runtime.native.products import Floats, Spine
 
+# In the order in which they are multiplied.
+MATRICES = tuple(f"self_attn.{name}_proj.weight" for name in ("q", "k", "v", "f_a", "f_b", "b", "g", "o"))
+
 
 @dataclass(frozen=True, slots=True)
 class KdaState:
@@ -27,6 +30,10 @@ class KdaState:
             history=np.zeros((config.conv_kernel - 1, 3 * config.kda_width), np.float32),
             memory=np.zeros((heads, dim, dim), np.float32),
         )
+
+    def detached(self) -> KdaState:
+        """The same, but its successor gets memory of its own."""
+        return KdaState(self.history, self.memory)
 
     def successor(self) -> KdaState:
         """The state after this one, still to be written. This one stays whole until that one is in use itself."""

@@ -10,6 +10,11 @@ from deltafin.cext import _math
 from deltafin.indexer import LORA_NORM_EPS, ModelConfig
 from deltafin.runtime.native.products import Floats, Spine
 
+# In the order in which they are multiplied; kv_b_proj is used in slices, several times.
+MATRICES = tuple(
+    f"self_attn.{name}.weight" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "g_proj", "o_proj")
+)
+
 KEY_BLOCK = 256  # part of the arithmetic: softmax goes block by block, counted from position 0
 # Queries that are absorbed at once: with K3's 96 heads 14 MB, and 13 MB of what they attend to.
 QUERY_BLOCK = 64

@@ -17,6 +17,14 @@ Span = npt.NDArray[np.uint8]
 
 NAN_SCALE = 255
 
+# In the order in which they are multiplied.
+MATRICES = (
+    "block_sparse_moe.gate.weight",
+    "block_sparse_moe.routed_expert_down_proj.weight",
+    *(f"block_sparse_moe.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "block_sparse_moe.routed_expert_up_proj.weight",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Routes:

@@ -2,81 +2,128 @@
 
 from __future__ import annotations
 
+import time
 from collections import abc
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import numpy as np
 import numpy.typing as npt
 
 from deltafin.cext import _math
 from deltafin.errors import NotANumber
-from deltafin.indexer import expert_layout
-from deltafin.runtime.native import head, moe
-from deltafin.runtime.native.kda import KdaState, kda
-from deltafin.runtime.native.mla import Latents, mla
-from deltafin.runtime.native.products import Floats, Spine, mlp
+from deltafin.indexer import ModelConfig, expert_layout
+from deltafin.runtime.clock import LayerTimes, PassTimes
+from deltafin.runtime.memory import MemoryPlan
+from deltafin.runtime.native import head, kda, mla, moe
+from deltafin.runtime.native.kda import KdaState
+from deltafin.runtime.native.mla import Latents
+from deltafin.runtime.native.products import MLP_MATRICES, Floats, Spine, mlp
 from deltafin.runtime.native.residual import Residual
 from deltafin.runtime.observer import Observer, Point
 from deltafin.runtime.rows import Rows
-from deltafin.runtime.segment import Logits, Segment
-from deltafin.store import Store
+from deltafin.runtime.segment import Logits, Part
+from deltafin.store import HEAD, LayerPieces, SpineReader, SpineWalk, Store
 
 # One sequence's memory, layer by layer.
 State = tuple[KdaState | Latents, ...]
 
 
-class Native:
-    """Computes passes over one open store with `cext._math`."""
+def matrices(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """The matrices of a layer that a pass multiplies once each, in its order."""
+    attention = kda.MATRICES if config.is_kda(layer) else mla.MATRICES
+    return attention + (moe.MATRICES if config.is_moe(layer) else MLP_MATRICES)
 
-    def __init__(self, store: Store) -> None:
+
+class Native:
+    """Computes passes over one open store with `cext._math`, within the memory of a plan."""
+
+    def __init__(
+        self,
+        store: Store,
+        layers: abc.Sequence[LayerPieces],
+        plan: MemoryPlan,
+        spine_label: str | None = None,
+        as_released: bool = True,
+    ) -> None:
         self.store = store
         self.config = store.catalog.config
         self.layout = expert_layout(self.config)
+        self.plan = plan
+        self.spine_label = spine_label
+        self.as_released = as_released
+        self.times: PassTimes | None = None  # of the last pass
+        store.reserve(plan.slots, plan.resident_experts)
+        self.spine = SpineReader(
+            layers, store.submit_piece, store.stats, resident=plan.resident, ring_nbytes=plan.ring_nbytes
+        )
+
+    @property
+    def most_rows(self) -> int | None:
+        return self.plan.rows
 
     def new_state(self) -> object:
         layers = range(self.config.num_layers)
         return tuple(KdaState.empty(self.config) if self.config.is_kda(n) else Latents() for n in layers)
 
+    def detached(self, state: object) -> object:
+        assert isinstance(state, tuple)
+        return tuple(s.detached() if isinstance(s, KdaState) else s for s in state)
+
     def run(
-        self, segments: abc.Sequence[Segment], logits: Logits, observer: Observer | None
+        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None
     ) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
-        return _Pass(self, segments, observer).run(logits)
+        begun = time.perf_counter()
+        with ExitStack() as stack:
+            if observer is not None:
+                observer.rows(Rows(parts).observed)
+            walk = stack.enter_context(self.spine.walk(head=logits != "none"))
+            this = _Pass(self, parts, observer, walk)
+            found = this.run(logits)
+        this.times.total_s = time.perf_counter() - begun
+        self.times = this.times
+        return found
+
+    def close(self) -> None:
+        self.spine.close()
 
 
 class _Pass:
     """What the layers of one pass share."""
 
-    def __init__(self, model: Native, segments: abc.Sequence[Segment], observer: Observer | None) -> None:
+    def __init__(self, model: Native, parts: abc.Sequence[Part], observer: Observer | None, walk: SpineWalk) -> None:
         self.store = model.store
         self.config = model.config
         self.layout = model.layout
-        self.segments = segments
+        self.parts = parts
         self.observer = observer
-        self.rows = Rows(segments)
+        self.walk = walk
+        self.rows = Rows(parts)
+        self.times = PassTimes(self.rows.count)
 
     def run(self, logits: Logits) -> tuple[Floats | None, list[object]]:
-        if self.observer is not None:
-            self.observer.rows(self.rows.observed)
         bits = self.store.embedding(self.rows.ids)
         embedding = np.empty(bits.shape, np.float32)
         _math.widen_bf16(embedding, bits)
         residual = Residual(embedding, self.config.rms_norm_eps)
-        before = [_state(segment) for segment in self.segments]
-        after: list[list[KdaState | Latents]] = [[] for _ in self.segments]
+        before = [_state(part) for part in self.parts]
+        after: list[list[KdaState | Latents]] = [[] for _ in self.parts]
         for layer in range(self.config.num_layers):
             states = self._layer(layer, residual, [state[layer] for state in before])
-            for segment_states, state in zip(after, states, strict=True):
-                segment_states.append(state)
+            for part_states, state in zip(after, states, strict=True):
+                part_states.append(state)
         return self._logits(residual, logits), [tuple(states) for states in after]
 
     def _layer(
         self, layer: int, residual: Residual, states: list[KdaState | Latents]
     ) -> abc.Sequence[KdaState | Latents]:
-        """One layer's step of the residual; returns what it will remember of each segment."""
+        """One layer's step of the residual; returns what it will remember of each part."""
         if self.observer is not None:
             self.observer.layer(layer, self.config.num_layers)
+        times = LayerTimes()
+        self.times.layers.append(times)
+        lap = _Lap(self.walk)
         eps = self.config.rms_norm_eps
-        spine = Spine(self.store.spine(layer))
+        spine = Spine(self.walk.layer(layer))
 
         mixed = residual.mix(spine.bits("self_attention_res_norm.weight"), spine.bits("self_attention_res_proj.weight"))
         if layer % self.config.attn_res_block_size == 0:
@@ -90,11 +137,16 @@ class _Pass:
         mixed = residual.mix(spine.bits("mlp_res_norm.weight"), spine.bits("mlp_res_proj.weight"))
         x = spine.norm("post_attention_layernorm.weight", mixed, eps)
         self._show(layer, "mlp_in", x)
-        out = self._moe(layer, x, spine) if self.config.is_moe(layer) else mlp(x, spine, "mlp.", self.config)
+        times.attention_s, waited = lap.time()
+        times.spine_wait_s += waited
+        out = self._moe(layer, x, spine, times) if self.config.is_moe(layer) else mlp(x, spine, "mlp.", self.config)
         self._show(layer, "mlp_out", out)
         running = residual.add(out)
         self._show(layer, "layer_out", running)
         self._check(running, f"layer {layer}")
+        rest, waited = lap.time()
+        times.spine_wait_s += waited
+        times.shared_s = rest - times.expert_s - times.expert_wait_s
         return after
 
     def _attention(
@@ -102,22 +154,28 @@ class _Pass:
     ) -> tuple[Floats, abc.Sequence[KdaState | Latents]]:
         if self.config.is_kda(layer):
             memories = [s for s in states if isinstance(s, KdaState)]
-            return kda(x, self.rows.spans, memories, spine, self.config, layer)
+            return kda.kda(x, self.rows.spans, memories, spine, self.config, layer)
         caches = [s for s in states if isinstance(s, Latents)]
-        return mla(x, self.rows.spans, caches, spine, self.config)
+        return mla.mla(x, self.rows.spans, caches, spine, self.config)
 
-    def _moe(self, layer: int, x: Floats, spine: Spine) -> Floats:
+    def _moe(self, layer: int, x: Floats, spine: Spine, times: LayerTimes) -> Floats:
         routes, bad = moe.route(x, spine, self.config)
         if bad >= 0:  # a NaN here would choose, and leave no trace
             raise NotANumber(f"router of layer {layer}: NaN or infinity in {self.rows.name(bad)}")
         self._show_routes(layer, routes)
         with closing(self.store.experts(layer, routes.experts())) as landing:
             latent, shared = moe.project(x, spine, self.config)
+            begun = time.perf_counter()
             total = moe.mix_experts(latent, routes, landing, self.layout, self.config, layer)
+            times.expert_wait_s = landing.wait_s
+            times.expert_s = time.perf_counter() - begun - landing.wait_s
+            times.reads_s, times.experts, times.reads = landing.reads_s, landing.count, landing.reads
         return moe.unproject(total, shared, spine, self.config)
 
     def _logits(self, residual: Residual, logits: Logits) -> Floats | None:
-        final = Spine(self.store.final())
+        lap = _Lap(self.walk)
+        layer = self.walk.layer(self.config.num_layers)
+        final = Spine(layer)
         mixed = residual.mix(final.bits("output_attn_res_norm.weight"), final.bits("output_attn_res_proj.weight"))
         y = final.norm("norm.weight", mixed, self.config.rms_norm_eps)  # [rows, hidden]
         self._show(self.config.num_layers, "final_norm", y)
@@ -125,13 +183,13 @@ class _Pass:
         if logits == "none":
             return None
         rows = self.rows.last if logits == "last" else list(range(self.rows.count))
-        with closing(self.store.head()) as tiles:
-            if logits == "targets":
-                targets = np.array([token for s in self.segments for token in s.targets or ()], np.int64)
-                values = head.target_log_probs(y, tiles, targets)
-            else:
-                values = head.logits(y[rows], tiles, self.config.vocab_size)
+        if logits == "targets":
+            targets = np.array([token for p in self.parts for token in p.targets or ()], np.int64)
+            values = head.target_log_probs(y, layer.blocks(HEAD), targets)
+        else:
+            values = head.logits(y[rows], layer.blocks(HEAD), self.config.vocab_size)
         self._check(values.reshape(len(rows), -1), "head", rows)
+        self.times.head_s, _ = lap.time()
         return values
 
     def _show(self, layer: int, point: Point, values: Floats) -> None:
@@ -151,7 +209,22 @@ class _Pass:
             raise NotANumber(f"{where}: NaN or infinity in {self.rows.name(row if rows is None else rows[row])}")
 
 
-def _state(segment: Segment) -> State:
-    state = segment.seq.state
+class _Lap:
+    """Splits time since the last look into computing and waiting for the spine."""
+
+    def __init__(self, walk: SpineWalk) -> None:
+        self._walk = walk
+        self._at, self._waited = time.perf_counter(), walk.wait_s
+
+    def time(self) -> tuple[float, float]:
+        now, waited = time.perf_counter(), self._walk.wait_s
+        wait_s = waited - self._waited
+        busy_s = now - self._at - wait_s
+        self._at, self._waited = now, waited
+        return busy_s, wait_s
+
+
+def _state(part: Part) -> State:
+    state = part.state
     assert isinstance(state, tuple)
     return state

@@ -1,42 +1,45 @@
-"""Products with stored matrices, in fresh output arrays."""
+"""Products with stored matrices."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from deltafin.cext import _math
 from deltafin.indexer import ModelConfig
+from deltafin.store import Bf12, Bf16, Block, Int8, SpineLayer
 
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint16]
-# As the store hands it out: raw bfloat16 bits in uint16, or float32.
-Stored = npt.NDArray[np.generic]
+
+# In the order in which they are multiplied.
+MLP_MATRICES = tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
 class Spine:
-    """Named tensors of one layer, as stored."""
+    """Named tensors of one layer: small ones as stored, matrices block by block as they come."""
 
-    def __init__(self, tensors: Mapping[str, Stored]) -> None:
-        self._tensors = tensors
+    def __init__(self, layer: SpineLayer) -> None:
+        self._layer = layer
 
     def bits(self, name: str) -> Bits:
         """A bfloat16 tensor."""
-        tensor = self._tensors[name]
+        tensor = self._layer.tensors[name]
         assert tensor.dtype == np.uint16, name
         return tensor.view(np.uint16)
 
     def floats(self, name: str) -> Floats:
         """A float32 tensor."""
-        tensor = self._tensors[name]
+        tensor = self._layer.tensors[name]
         assert tensor.dtype == np.float32, name
         return tensor.view(np.float32)
 
     def linear(self, name: str, x: Floats) -> Floats:
-        """y = x W^T."""
-        return linear(x, self.bits(name))  # [rows, out]
+        """y = x W^T [rows, out]; each matrix once a pass, in the order of the MATRICES."""
+        out = np.empty((len(x), self._layer.rows(name)), np.float32)
+        for block in self._layer.blocks(name):
+            multiply(out, x, block)
+        return out
 
     def norm(self, name: str, x: Floats, eps: float) -> Floats:
         out = np.empty_like(x)
@@ -44,10 +47,22 @@ class Spine:
         return out
 
 
-def linear(x: Floats, weight: Bits) -> Floats:
-    out = np.empty((x.shape[0], weight.shape[0]), np.float32)
-    _math.matmul_bf16(out, x, weight)
-    return out  # [rows, out]
+def multiply(out: Floats, x: Floats, block: Block) -> None:
+    """x times some rows of a matrix, into their columns of `out`."""
+    match block.weights:
+        case Bf16(bits):
+            _math.matmul_bf16(out, x, bits, block.first)
+        case Bf12(codes, base, starts, columns, values):
+            _math.matmul_bf12(out, x, codes, base, starts, columns, values, block.first)
+        case Int8(integers, scale):
+            _math.matmul_int8(out, x, integers, scale, block.first)
+
+
+def linear(x: Floats, bits: Bits) -> Floats:
+    """x W^T [rows, out] for a bfloat16 matrix."""
+    out = np.empty((len(x), len(bits)), np.float32)
+    _math.matmul_bf16(out, x, bits)
+    return out
 
 
 def mlp(x: Floats, spine: Spine, prefix: str, config: ModelConfig) -> Floats:

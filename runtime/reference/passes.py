@@ -27,7 +27,7 @@ from deltafin.runtime.reference.precision import full_precision
 from deltafin.runtime.reference.residual import Residual
 from deltafin.runtime.reference.spine import Spine, widen
 from deltafin.runtime.rows import Rows
-from deltafin.runtime.segment import Logits, Segment
+from deltafin.runtime.segment import Logits, Part
 from deltafin.store import Store
 
 # One sequence's memory, layer by layer.
@@ -52,35 +52,45 @@ class Reference:
         layers = range(self.config.num_layers)
         return tuple(KdaState.empty(self.config, self.device) if self.config.is_kda(n) else Latents() for n in layers)
 
+    @property
+    def most_rows(self) -> int | None:
+        return None
+
+    def detached(self, state: object) -> object:
+        return state  # every pass writes into memory of its own
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
     def run(
-        self, segments: abc.Sequence[Segment], logits: Logits, observer: Observer | None
+        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None
     ) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
         with full_precision(self.device):
-            return _Pass(self, segments, observer).run(logits)
+            return _Pass(self, parts, observer).run(logits)
 
 
 class _Pass:
     """What the layers of one pass share."""
 
-    def __init__(self, model: Reference, segments: abc.Sequence[Segment], observer: Observer | None) -> None:
+    def __init__(self, model: Reference, parts: abc.Sequence[Part], observer: Observer | None) -> None:
         self.store = model.store
         self.config = model.config
         self.layout = model.layout
         self.device = model.device
-        self.segments = segments
+        self.parts = parts
         self.observer = observer
-        self.rows = Rows(segments)
+        self.rows = Rows(parts)
 
     def run(self, logits: Logits) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
         if self.observer is not None:
             self.observer.rows(self.rows.observed)
         residual = Residual(widen(self.store.embedding(self.rows.ids), self.device), self.config.rms_norm_eps)
-        before = [_state(segment) for segment in self.segments]
-        after: list[list[KdaState | Latents]] = [[] for _ in self.segments]
+        before = [_state(part) for part in self.parts]
+        after: list[list[KdaState | Latents]] = [[] for _ in self.parts]
         for layer in range(self.config.num_layers):
             states = self._layer(layer, residual, [state[layer] for state in before])
-            for segment_states, state in zip(after, states, strict=True):
-                segment_states.append(state)
+            for part_states, state in zip(after, states, strict=True):
+                part_states.append(state)
         return self._logits(residual, logits), [tuple(states) for states in after]
 
     def _layer(
@@ -142,7 +152,7 @@ class _Pass:
         rows = self.rows.last if logits == "last" else list(range(self.rows.count))
         with closing(self.store.head()) as tiles:
             if logits == "targets":
-                targets = [token for segment in self.segments for token in segment.targets or ()]
+                targets = [token for part in self.parts for token in part.targets or ()]
                 values = head.target_log_probs(y, tiles, torch.tensor(targets, device=self.device))
             else:
                 values = head.logits(y[rows], tiles, self.config.vocab_size)
@@ -172,7 +182,7 @@ class _Pass:
         raise NotANumber(f"{where}: NaN or infinity in {self.rows.name(row)}")
 
 
-def _state(segment: Segment) -> State:
-    state = segment.seq.state
+def _state(part: Part) -> State:
+    state = part.state
     assert isinstance(state, tuple)
     return state

@@ -63,7 +63,12 @@ def df(monkeypatch, capfdbinary, tmp_path) -> Iterator[Callable[..., Done]]:
     """`df("df-run", "demo", ..)`: a command as its console script runs it, but in this process."""
     from deltafin import cli
 
-    mains = {"df-index": cli.index_main, "df-fetch": cli.fetch_main, "df-run": cli.run_main}
+    mains = {
+        "df-bench": cli.bench_main,
+        "df-fetch": cli.fetch_main,
+        "df-index": cli.index_main,
+        "df-run": cli.run_main,
+    }
     logger = logging.getLogger("deltafin")
     before = logger.handlers[:], logger.propagate, logger.level
     sigint = signal.getsignal(signal.SIGINT)

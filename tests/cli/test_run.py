@@ -166,6 +166,7 @@ def test_json_is_one_object_with_everything_and_nothing_else_is_printed(df, capi
     found = done.json
     assert found.keys() == {
         "model", "identity", "prompt_ids", "ids", "text", "stopped", "first_token_s", "total_s", "bytes", "requests",
+        "passes", "spine", "as_released", "memory", "seconds",
     }  # fmt: skip
     assert (found["model"], found["prompt_ids"]) == ("demo", capital["prompt_ids"])
     assert (found["ids"], found["stopped"], found["requests"]) == (capital["ids"][:5], False, 0)
@@ -175,6 +176,10 @@ def test_json_is_one_object_with_everything_and_nothing_else_is_printed(df, capi
     assert counts["shard_spans"] > 0 and counts["shard_nbytes"] > 10**6
     assert counts["http_spans"] == counts["object_spans"] == 0
     assert counts["spine_visits"] == 5 * 14
+    assert (found["passes"], found["seconds"]["passes"], found["seconds"]["rows"]) == (5, 5, 7 + 4)
+    assert 0 < found["seconds"]["total_s"] <= found["total_s"]
+    assert (found["spine"], found["as_released"]) == ("released", True)
+    assert found["memory"]["total"] <= found["memory"]["budget"]
 
 
 def test_json_and_ids_together_are_wrong_usage(df):
@@ -186,9 +191,14 @@ def test_statistics_go_to_standard_error_and_leave_the_output_as_it_is(df):
     assert done.out == " Paris. The\n"
     lines = done.err.splitlines()
     assert lines[0] == "tokens    7 given, 4 new"
-    assert [line.split()[0] for line in lines] == ["tokens", "time", "visits", "object", "shard", "http", "requests"]
+    assert [line.split()[0] for line in lines] == [
+        "tokens", "time", "visits", "passes", "waiting", "compute", "ram", "object", "shard", "http", "memory",
+        "requests",
+    ]  # fmt: skip
     assert "s to the first token, then" in lines[1]
-    assert lines[3] == "object    0 spans, 0 B" and lines[5] == "http      0 spans, 0 B" and lines[6] == "requests  0"
+    assert lines[3].startswith("passes    4, 10 rows; of ")
+    assert "of what was used" in lines[6], "what a pass leaves in memory the next one finds there"
+    assert lines[7] == "object    0 spans, 0 B" and lines[9] == "http      0 spans, 0 B" and lines[11] == "requests  0"
 
 
 def test_statistics_and_json_go_together(df):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 
 from deltafin.errors import BadCheckpoint, BadRequest, Corrupt, DiskError, NotANumber
-from deltafin.runtime import Model, Observer, Segment
+from deltafin.runtime import Observer, Segment
 
 IDS = [3, 141, 59, 26, 5]
 BF16_NAN = 0x7FC0
@@ -44,7 +46,7 @@ def test_a_pass_that_fails_leaves_every_sequence_usable_and_as_it_was(spoiled, s
         model.forward([Segment(new, [9, 9]), Segment(old, [100, 200, 300, 400])])
     assert (len(old), old.ids) == (len(IDS), IDS)
     assert (len(new), new.ids) == (0, [])
-    spoiled.on_spine = lambda layer, tensors: tensors
+    spoiled.on_spine = None
     found = model.forward([Segment(old, [7, 8, 9]), Segment(new, [*IDS, 7, 8, 9])])
     assert np.abs(found - np.concatenate([expected[len(IDS) :], expected])).max() < 1e-3
 
@@ -67,18 +69,22 @@ def test_an_interrupt_while_observing_leaves_the_sequence_as_it_was(tiny, moment
 
 
 def test_a_failed_read_of_an_expert_or_of_the_head_leaves_the_sequence_as_it_was(spoiled, spoiled_model):
-    def half(things):
-        yield next(iter(things))
-        raise DiskError("read failed")
+    seq = spoiled_model.sequence()
+    expected = spoiled_model.forward([Segment(spoiled_model.sequence(), IDS)])
+    for name, good in (("on_expert", 1), ("on_head", 0)):
+        reads = count(1)
 
-    for name in ("on_experts", "on_head"):
-        kept = getattr(spoiled, name)
-        setattr(spoiled, name, lambda *args: half(args[-1]))
-        seq = spoiled_model.sequence()
-        with pytest.raises(DiskError):
+        def later_ones_fail(*args, reads=reads, good=good):
+            if next(reads) > good:
+                raise DiskError("read failed")
+            return args[-1]
+
+        setattr(spoiled, name, later_ones_fail)
+        with pytest.raises(DiskError, match="read failed"):
             spoiled_model.forward([Segment(seq, IDS)])
         assert len(seq) == 0
-        setattr(spoiled, name, kept)
+        setattr(spoiled, name, None)
+    assert spoiled_model.forward([Segment(seq, IDS)]).tobytes() == expected.tobytes()
 
 
 def test_an_interrupted_generation_continues_where_it_stopped(spoiled, spoiled_model):
@@ -90,7 +96,7 @@ def test_an_interrupted_generation_continues_where_it_stopped(spoiled, spoiled_m
     spoiled.on_spine = _fail_at(4, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         next(running)
-    spoiled.on_spine = lambda layer, tensors: tensors
+    spoiled.on_spine = None
     assert seq.ids == [*IDS, found[0]]
     assert found + list(model.generate(seq, found[-1:], max_new=4, stop_ids=())) == whole
 
@@ -115,17 +121,15 @@ def test_the_row_that_went_wrong_is_named_among_others(tiny, spoiled, spoiled_mo
     number = next(n for n in range(16) if (chosen[3:] == n).any() and not (chosen[:3] == n).any())
     row = int(np.nonzero((chosen == number).any(1))[0][0])
 
-    def on_experts(layer, landing):
-        for landed, span in landing:
-            if (layer, landed) == (4, number):
-                span = span.copy()
-                for part in spoiled_model._backend.layout:
-                    # 2^127 times 6 overflows float32, in every column
-                    value = 254 if part.name.endswith("weight_scale") else 0x77
-                    span[part.offset : part.offset + part.nbytes] = value
-            yield landed, span
+    def on_expert(layer, read, span):
+        if (layer, read) == (4, number):
+            for part in spoiled_model._backend.layout:
+                # 2^127 times 6 overflows float32, in every column
+                value = 254 if part.name.endswith("weight_scale") else 0x77
+                span[part.offset : part.offset + part.nbytes] = value
+        return span
 
-    spoiled.on_experts = on_experts
+    spoiled.on_expert = on_expert
     with pytest.raises(NotANumber, match=rf"layer 4: .*row {row} \(segment 1, position {row - 3}\)"):
         spoiled_model.forward(segments)
 
@@ -139,11 +143,9 @@ def test_a_router_bias_that_is_no_number_is_reported(spoiled, spoiled_model):
 
 @pytest.mark.parametrize("logits", ["all", "last", "targets"])
 def test_a_head_that_is_no_number_is_reported(spoiled, spoiled_model, logits):
-    def on_head(tiles):
-        for first, bits in tiles:
-            bits = bits.copy()
-            bits[-1] = BF16_NAN
-            yield first, bits
+    def on_head(first, bits):
+        bits[-1] = BF16_NAN
+        return bits
 
     spoiled.on_head = on_head
     row = len(IDS) - 1 if logits == "last" else 0
@@ -152,14 +154,12 @@ def test_a_head_that_is_no_number_is_reported(spoiled, spoiled_model, logits):
 
 
 def test_a_scale_byte_of_255_is_corrupt_and_its_tensor_is_named(spoiled, spoiled_model):
-    def on_experts(layer, landing):
-        for number, span in landing:
-            part = next(p for p in spoiled_model._backend.layout if p.name == "w3.weight_scale")
-            span = span.copy()
-            span[part.offset + 5] = 255
-            yield number, span
+    def on_expert(layer, number, span):
+        part = next(p for p in spoiled_model._backend.layout if p.name == "w3.weight_scale")
+        span[part.offset + 5] = 255
+        return span
 
-    spoiled.on_experts = on_experts
+    spoiled.on_expert = on_expert
     with pytest.raises(Corrupt, match=r"model\.layers\.1\.block_sparse_moe\.experts\.\d+\.w3\.weight_scale: .*row"):
         spoiled_model.forward([Segment(spoiled_model.sequence(), IDS)])
 
@@ -205,8 +205,8 @@ def test_a_generation_that_cannot_fit_is_refused_at_once(tiny):
         tiny.generate(tiny.sequence(), [1, 2], max_new=0)
 
 
-def test_a_closed_model_and_an_unknown_device_are_refused(spoiled):
-    model = Model(spoiled)
+def test_a_closed_model_and_an_unknown_device_are_refused(open_model, tiny_dir):
+    model = open_model(tiny_dir)
     seq = model.sequence()
     model.close()
     model.close()
@@ -214,7 +214,7 @@ def test_a_closed_model_and_an_unknown_device_are_refused(spoiled):
         model.forward([Segment(seq, [1])])
     for device in ("nonsense", "cuda:99"):
         with pytest.raises(BadRequest, match=device) as caught:
-            Model(spoiled, device=device)
+            open_model(tiny_dir, device=device)
         assert "\n" not in str(caught.value)
 
 

@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from deltafin.runtime import Segment
+from deltafin.indexer import GLOBALS
+from deltafin.runtime import Model, Segment
 
 CLOSE = 1e-3  # the golden set's tolerance for a logit
 
@@ -80,31 +81,50 @@ def test_targets_are_the_log_softmax_of_all(tiny, prompts, alone):
 
 
 @pytest.mark.parametrize("cuts", [[130], [1, 5, 37, 87]])
-def test_a_pass_of_130_rows_reads_each_spine_and_each_expert_once(tiny, prompts, recorder, cuts):
-    """By the store's own counters, for one sequence and for several."""
-    stats = tiny.store.stats
-    spines, experts = stats.spine_reads.copy(), stats.expert_reads.copy()
+def test_a_pass_of_130_rows_reads_each_spine_and_each_expert_once(spoiled, spoiled_model, prompts, recorder, cuts):
+    """By the reads themselves and by the store's counters, for one sequence and for several."""
+    model, catalog, stats = spoiled_model, spoiled.catalog, spoiled.stats
     ids = iter(prompts[3])
-    segments = [Segment(tiny.sequence(), [next(ids) for _ in range(cut)]) for cut in cuts]
-    tiny.forward(segments, logits="none", observer=recorder)
-    chosen = {(layer, int(n)) for layer, ids in recorder.route_ids.items() for n in np.unique(ids)}
-    assert stats.expert_reads - experts == Counter(chosen)
-    read = stats.spine_reads - spines
-    assert all(read[layer] == 1 for layer in range(tiny.config.num_layers))
+    segments = [Segment(model.sequence(), [next(ids) for _ in range(cut)]) for cut in cuts]
+    model.forward(segments, logits="none", observer=recorder)
+    chosen = [(layer, int(n)) for layer, ids in recorder.route_ids.items() for n in np.unique(ids)]
+    layers = [*range(model.config.num_layers), GLOBALS]
+    spans = [span for layer in layers for span in catalog.spine(layer).spans]
+    spans += [catalog.expert_spans(layer, [number])[0] for layer, number in chosen]
+    assert spoiled.reads == Counter(spans)
+    assert stats.expert_reads == Counter(chosen)
+    assert stats.spine_reads == Counter(layers)
+
+
+def test_what_stays_in_memory_is_visited_in_each_pass_and_read_once(spoiled, prompts):
+    with Model(spoiled) as model:
+        first = model.forward([Segment(model.sequence(), prompts[3])])
+        reads, spines, experts = (
+            spoiled.reads.copy(),
+            spoiled.stats.spine_reads.copy(),
+            spoiled.stats.expert_reads.copy(),
+        )
+        again = model.forward([Segment(model.sequence(), prompts[3])])
+    assert set(reads.values()) == {1}
+    assert spoiled.reads == reads
+    assert spoiled.stats.spine_reads == spines + spines
+    assert spoiled.stats.expert_reads == experts + experts
+    assert again.tobytes() == first.tobytes()
 
 
 @pytest.mark.parametrize("order", [sorted, lambda x: sorted(x, reverse=True), lambda x: sorted(x, key=str)])
-def test_the_order_in_which_experts_land_changes_no_bit(tiny, spoiled, spoiled_model, prompts, order):
+def test_the_order_in_which_experts_land_changes_no_bit(spoiled, spoiled_model, prompts, order):
     """The outputs of a row are added in ascending expert number, whatever came first."""
 
-    def on_experts(layer, landing):
+    def on_landing(landing):
         spans = {number: span.copy() for number, span in landing}
         for number in order(spans):
             yield number, spans[number]
 
-    spoiled.on_experts = on_experts
+    expected = spoiled_model.forward([Segment(spoiled_model.sequence(), prompts[2])])
+    spoiled.on_landing = on_landing
     found = spoiled_model.forward([Segment(spoiled_model.sequence(), prompts[2])])
-    assert (found == tiny.forward([Segment(tiny.sequence(), prompts[2])])).all()
+    assert found.tobytes() == expected.tobytes()
 
 
 def test_an_observer_sees_the_pass_in_order(tiny, recorder):

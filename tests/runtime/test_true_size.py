@@ -16,7 +16,7 @@ from deltafin.runtime import native
 from deltafin.runtime.native import kda as native_kda
 from deltafin.runtime.native import mla as native_mla
 from deltafin.runtime.native import moe as native_moe
-from deltafin.runtime.native.products import Spine as NativeSpine
+from deltafin.runtime.native.products import Spine
 from deltafin.runtime.native.products import mlp as native_mlp
 from deltafin.runtime.reference import kda as reference_kda
 from deltafin.runtime.reference import mla as reference_mla
@@ -24,6 +24,7 @@ from deltafin.runtime.reference import mlp as reference_mlp
 from deltafin.runtime.reference import moe as reference_moe
 from deltafin.runtime.reference import spine as reference_spine
 from deltafin.runtime.reference.spine import Spine as ReferenceSpine
+from deltafin.store import SpineLayer
 
 ROWS = 5
 KDA_LAYER, MLA_LAYER, DENSE_LAYER = 1, 3, 0
@@ -87,6 +88,11 @@ def make_spine(config, layer, rng, only: str) -> dict[str, np.ndarray]:
     return tensors
 
 
+def native_spine(tensors: dict[str, np.ndarray]) -> Spine:
+    """A layer that is all in memory."""
+    return Spine(SpineLayer(tensors))
+
+
 def _matrix(shape, rng) -> np.ndarray:
     """bf16 bits with random sign and mantissa and three exponents; rows of length n have norm about one."""
     bits = rng.integers(0, 1 << 16, shape, np.uint16)
@@ -144,7 +150,7 @@ def test_a_kda_layer(config, rng, x, float64):
         state, out = native_kda.KdaState.empty(config), []
         for rows in cuts:
             part = np.ascontiguousarray(x[rows])
-            y, (state,) = native_kda.kda(part, [slice(0, len(part))], [state], NativeSpine(tensors), config, KDA_LAYER)
+            y, (state,) = native_kda.kda(part, [slice(0, len(part))], [state], native_spine(tensors), config, KDA_LAYER)
             out.append(y)
         flat = [*(y.ravel() for y in out), state.memory.ravel(), state.history.ravel()]
         return np.concatenate(flat)
@@ -171,7 +177,7 @@ def test_an_mla_layer(config, rng, x, float64):
         state, out = native_mla.Latents().extended(before), []
         for rows in cuts:
             part = np.ascontiguousarray(x[rows])
-            y, (state,) = native_mla.mla(part, [slice(0, len(part))], [state], NativeSpine(tensors), config)
+            y, (state,) = native_mla.mla(part, [slice(0, len(part))], [state], native_spine(tensors), config)
             out.append(y)
         return np.concatenate(out)
 
@@ -187,8 +193,8 @@ def test_an_mla_layer(config, rng, x, float64):
 
 def test_the_dense_layer(config, rng, x, float64):
     tensors = make_spine(config, DENSE_LAYER, rng, "mlp.")
-    found = same_bytes_everywhere(lambda: native_mlp(x, NativeSpine(tensors), "mlp.", config))
-    row_by_row = [native_mlp(x[i : i + 1], NativeSpine(tensors), "mlp.", config) for i in range(ROWS)]
+    found = same_bytes_everywhere(lambda: native_mlp(x, native_spine(tensors), "mlp.", config))
+    row_by_row = [native_mlp(x[i : i + 1], native_spine(tensors), "mlp.", config) for i in range(ROWS)]
     assert np.concatenate(row_by_row).tobytes() == found.tobytes()
     expected = reference_mlp.mlp(torch.from_numpy(x).double(), ReferenceSpine(tensors, CPU), "mlp.", config)
     assert relative_rms(found, expected) < 1e-5
@@ -200,7 +206,7 @@ def test_a_moe_layer(config, rng, x, float64):
     layout = expert_layout(config)
 
     def compute(rows=slice(0, ROWS), order=1):
-        part, spine = np.ascontiguousarray(x[rows]), NativeSpine(tensors)
+        part, spine = np.ascontiguousarray(x[rows]), native_spine(tensors)
         routes, bad = native_moe.route(part, spine, config)
         assert bad < 0
         latent, shared = native_moe.project(part, spine, config)
@@ -233,7 +239,7 @@ def test_the_scalar_kernels_give_the_same_bits(kind, config, rng, x):
         compute = lambda: native_moe.expert(latent, parts, "w", config)  # noqa: E731
     else:
         layer, only = spine_of[kind]
-        spine, part = NativeSpine(make_spine(config, layer, rng, only)), x[:2].copy()
+        spine, part = native_spine(make_spine(config, layer, rng, only)), x[:2].copy()
         rows = [slice(0, 2)]
         compute = {
             "kda": lambda: native_kda.kda(part, rows, [native_kda.KdaState.empty(config)], spine, config, layer)[0],

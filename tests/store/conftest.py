@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,23 @@ import numpy as np
 import pytest
 
 from deltafin.indexer import RetryPolicy
-from deltafin.store import Store, all_items, fetch, open_store
+from deltafin.store import (
+    Pack,
+    PackFormat,
+    PackPiece,
+    PackSet,
+    PackTotals,
+    Store,
+    all_items,
+    drive,
+    fetch,
+    open_packs,
+    open_store,
+    plan_packs,
+    write_packs,
+)
+from deltafin.store.arena import Arena, slot_nbytes
+from deltafin.store.encodings import aligned
 
 REPO = "test/model"
 LAYERS = "language_model.model.layers."
@@ -169,6 +185,44 @@ def span_bytes() -> Callable[[Store, Path, object], bytes]:
     return read
 
 
+@pytest.fixture(scope="session")
+def new_slot() -> Callable[[int], np.ndarray]:
+    """`new_slot(nbytes)`: memory that a span of so many bytes can be read into."""
+    return lambda nbytes: Arena(slot_nbytes(nbytes)).take(slot_nbytes(nbytes))
+
+
+# ---- packs ----------------------------------------------------------------------------------------------
+
+
+class Packs:
+    """What tests do with packs again and again."""
+
+    @staticmethod
+    def write(store: Store, format: PackFormat = PackFormat.BF12, layers: Iterable[int] | None = None) -> PackTotals:
+        layers = range(store.catalog.config.num_layers) if layers is None else layers
+        return write_packs(store, plan_packs(store, format, layers))
+
+    @staticmethod
+    def found(store: Store, format: PackFormat = PackFormat.BF12) -> PackSet:
+        return open_packs([root.path for root in store.roots], store.catalog, store.shard_ids, format)
+
+    @staticmethod
+    def piece(pack: Pack, piece: PackPiece) -> np.ndarray:
+        """The bytes of a piece, where its arrays may lie."""
+        found = aligned(piece.nbytes)
+        found[:] = np.fromfile(pack.path, np.uint8, piece.nbytes, offset=piece.offset)
+        return found
+
+    @staticmethod
+    def paths(cache: Path) -> list[Path]:
+        return sorted((cache / "packs").rglob("*.pack"))
+
+
+@pytest.fixture(scope="session")
+def packs() -> type[Packs]:
+    return Packs
+
+
 # ---- what the server saw ------------------------------------------------------------------------------
 
 
@@ -232,40 +286,22 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Callable[[int, str], Path]]:
-    """`small_disk(nbytes, name)` mounts a tmpfs of that size; skips where nobody may mount."""
-    mounted: list[Path] = []
-
-    def mount(nbytes: int, name: str) -> Path:
-        where = tmp_path / name
-        where.mkdir()
-        words = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(where)]
-        try:
-            subprocess.run(words, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("no tmpfs can be mounted here")
-        mounted.append(where)
-        return where
-
-    yield mount
-    for where in mounted:
-        subprocess.run(["umount", "-l", str(where)], check=True)
-
-
-@pytest.fixture
 def read_errors(monkeypatch) -> SimpleNamespace:
-    """os.preadv that fails with EIO: `times` of them, for files whose path holds `where`. `seen` counts."""
-    real = os.preadv
+    """Reads that fail with EIO: `times` of them, for files whose path holds `where`. `seen` counts."""
     plan = SimpleNamespace(where="", times=0, seen=0)
 
-    def preadv(fd, buffers, offset, *flags):
-        if plan.where and plan.where in os.readlink(f"/proc/self/fd/{fd}"):
-            plan.seen += 1
-            if plan.seen <= plan.times:
-                raise OSError(errno.EIO, "Input/output error")
-        return real(fd, buffers, offset, *flags)
+    def failing(real):
+        def read(fd, *args):
+            if plan.where and plan.where in os.readlink(f"/proc/self/fd/{fd}"):
+                plan.seen += 1
+                if plan.seen <= plan.times:
+                    raise OSError(errno.EIO, "Input/output error")
+            return real(fd, *args)
 
-    monkeypatch.setattr(os, "preadv", preadv)
+        return read
+
+    monkeypatch.setattr(os, "preadv", failing(os.preadv))  # headers, rows of the embedding
+    monkeypatch.setattr(drive._io, "read", failing(drive._io.read))  # whole spans
     return plan
 
 

@@ -5,20 +5,29 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import closing
+from itertools import islice
 
 import numpy as np
 import pytest
 
-from deltafin.errors import BadRequest, DiskError, Missing
+from deltafin.errors import BadRequest, DeltafinError, DiskError, Missing
+from deltafin.store import drive
 from deltafin.store.store import WORKERS
 
 LAYER = 3
 ALL = list(range(16))  # twice as many as there are workers
+PAGE = drive._io.PAGE
 
 
 @pytest.fixture
 def store(opened, tiny_dir):
     return opened(tiny_dir)
+
+
+def _pages(store) -> set[int]:
+    """Where the slots begin, when nobody reads."""
+    return {slot.ctypes.data // PAGE for slot in store._slots}
 
 
 def _check(store, truth, ids) -> None:
@@ -51,7 +60,7 @@ def test_an_expert_asked_for_twice_is_refused_before_anything_is_read(store):
 
 
 def test_no_more_slots_are_taken_than_there_are_workers(store):
-    slots = {slot.ctypes.data for _, slot in store.experts(LAYER, ALL)}
+    slots = {slot.ctypes.data // PAGE for _, slot in store.experts(LAYER, ALL)}  # where in a page depends on the span
     assert 1 <= len(slots) <= WORKERS < len(ALL)
 
 
@@ -62,20 +71,20 @@ def test_a_slot_keeps_its_content_until_the_next_step(store, tiny_truth):
         assert slot.tobytes() == before == tiny_truth.expert(LAYER, expert)
 
 
-def test_an_expert_is_handed_out_while_another_is_still_on_its_way(store, monkeypatch):
+def test_an_expert_is_handed_out_while_another_is_still_on_its_way(store, tiny_truth, monkeypatch):
     held, read = threading.Event(), store.read
 
-    def slow(span, view, *, expert=None):
+    def slow(span, slot, *, expert=None):
         if expert == (LAYER, 0):
             held.wait(10)
-        read(span, view, expert=expert)
+        return read(span, slot, expert=expert)
 
     monkeypatch.setattr(store, "read", slow)
     landing = store.experts(LAYER, ALL)
-    first = [next(landing)[0] for _ in range(len(ALL) - 1)]
-    assert sorted(first) == ALL[1:]
+    first = [(expert, slot.tobytes()) for expert, slot in islice(landing, len(ALL) - 1)]
+    assert sorted(first) == [(expert, tiny_truth.expert(LAYER, expert)) for expert in ALL[1:]]
     held.set()
-    assert [expert for expert, _ in landing] == [0]
+    assert [(expert, slot.tobytes()) for expert, slot in landing] == [(0, tiny_truth.expert(LAYER, 0))]
 
 
 def test_a_caller_may_leave_early_and_nothing_goes_on_behind_its_back(store, tiny_truth):
@@ -87,33 +96,84 @@ def test_a_caller_may_leave_early_and_nothing_goes_on_behind_its_back(store, tin
         counts = store.stats.snapshot()
         time.sleep(0.02)
         assert store.stats.snapshot() == counts
-    assert counts["expert_visits"] < 3 * len(ALL)
+    assert counts["shard_spans"] < 3 * len(ALL) == counts["expert_visits"], "a visit counts when it is asked for"
     _check(store, tiny_truth, ALL)
 
 
-def test_a_store_may_be_closed_while_an_iterator_is_open(store):
+def test_slots_come_back_from_a_caller_who_left_early(store):
+    first = store.experts(LAYER, ALL)
+    with closing(first):
+        mine = {next(first)[1].ctypes.data // PAGE for _ in range(WORKERS)}
+    later = {slot.ctypes.data // PAGE for _ in range(3) for _, slot in store.experts(LAYER, ALL)}
+    assert mine | later <= _pages(store) and len(_pages(store)) == WORKERS
+
+
+def test_a_store_may_be_closed_while_an_iterator_is_open(store, tiny_truth):
+    """Reads that have not begun are dropped; what has landed is still handed out."""
     landing = store.experts(LAYER, ALL)
     next(landing)
     store.close()
+    with pytest.raises(DeltafinError, match="the store was closed while"):
+        for expert, slot in landing:
+            assert slot.tobytes() == tiny_truth.expert(LAYER, expert)
     landing.close()
+
+
+def test_who_waits_for_an_expert_is_told_that_the_store_was_closed(store, monkeypatch):
+    """All workers are busy, so most reads have not begun; closing drops those and waits for the others."""
+    begun, held, read = threading.Semaphore(0), threading.Event(), store.read
+
+    def slow(*args, **keywords):
+        begun.release()
+        held.wait(10)
+        return read(*args, **keywords)
+
+    monkeypatch.setattr(store, "read", slow)
+    first = store.experts(LAYER, ALL)  # takes all slots and all workers
+    for _ in range(WORKERS):
+        assert begun.acquire(timeout=10)
+    second = store.experts(LAYER + 1, ALL)  # its only read waits in the queue
+    failures = []
+
+    def wait() -> None:
+        try:
+            next(second)
+        except DeltafinError as e:
+            failures.append(str(e))
+
+    waiting, closing_ = threading.Thread(target=wait), threading.Thread(target=store.close)
+    waiting.start()
+    closing_.start()
+    waiting.join(10)
+    assert failures == ["the store was closed while experts were being read"]
+    assert closing_.is_alive(), "reads under way write into slots: they are waited for"
+    held.set()
+    closing_.join(10)
+    first.close()
+    second.close()
+    assert not closing_.is_alive()
 
 
 def test_an_error_in_one_read_is_raised_once_all_reads_have_ended(store, tiny_truth, monkeypatch):
     read = store.read
 
-    def failing(span, view, *, expert=None):
+    def failing(span, slot, *, expert=None):
         if expert == (LAYER, 5):
             raise DiskError("this one fails")
-        read(span, view, expert=expert)
+        time.sleep(0.003)
+        return read(span, slot, expert=expert)
 
     monkeypatch.setattr(store, "read", failing)
     landed = []
-    with pytest.raises(DiskError, match="this one fails"):
-        for expert, slot in store.experts(LAYER, ALL):
+    with pytest.raises(DiskError, match="this one fails"), closing(store.experts(LAYER, ALL)) as landing:
+        for expert, slot in landing:
             landed.append(expert)
             assert slot.tobytes() == tiny_truth.expert(LAYER, expert)
+    counts = store.stats.snapshot()
     assert 5 not in landed and len(landed) == len(set(landed))
     monkeypatch.undo()
+    time.sleep(0.02)
+    assert store.stats.snapshot() == counts, "no read goes on after the error"
     _check(store, tiny_truth, ALL)
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from deltafin.errors import NoSpace
 from deltafin.indexer import temporary
+from deltafin.store.arena import Arena, slot_nbytes
 from deltafin.store.objectlog import span_key
 from deltafin.store.roots import Root
 
@@ -29,9 +30,8 @@ def _read(root: Root, key: bytes = KEY) -> bytes | None:
     entry = root.find(key)
     if entry is None:
         return None
-    buffer = bytearray(entry.nbytes)
-    root.read(entry, memoryview(buffer))
-    return bytes(buffer)
+    nbytes = slot_nbytes(entry.nbytes)
+    return root.read(entry, Arena(nbytes).take(nbytes)).tobytes()
 
 
 def test_what_is_published_is_a_file_named_by_its_digest_and_found_by_every_later_process(tmp_path):

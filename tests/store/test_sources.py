@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from deltafin.errors import BadCatalog, Corrupt, DiskError, Missing, NotFound
-from deltafin.store import all_items, expert_items, fetch, read_status, spine_items
+from deltafin.errors import BadCatalog, Corrupt, DiskError, Missing, NotFound, OldCatalog
+from deltafin.store import all_items, drive, expert_items, fetch, read_status, spine_items
 
 LAYER = 3
 
@@ -243,7 +243,9 @@ def test_an_object_of_the_wrong_length_is_a_miss_and_is_fetched_again(full, open
     assert server.stats()["requests"] == 1
 
 
-def test_twenty_newest_objects_of_no_length_are_fetched_again_and_no_others(full, opened, span_bytes, tiny_dir):
+def test_twenty_newest_objects_of_no_length_are_fetched_again_and_no_others(
+    full, opened, span_bytes, tiny_dir, new_slot
+):
     """CA-05: what a power cut leaves where a rename overtook its data."""
     first, server = full
     paths = sorted((p for p in first.roots[0].path.rglob("objects/*/*")), key=lambda p: p.stat().st_mtime_ns)[-20:]
@@ -256,9 +258,8 @@ def test_twenty_newest_objects_of_no_length_are_fetched_again_and_no_others(full
     fetch(store, lacking)
     assert server.stats()["requests"] == 20
     for item in items:
-        buffer = bytearray(item.span.nbytes)
-        store.read(item.span, memoryview(buffer), expert=item.address)
-        assert buffer == span_bytes(store, tiny_dir, item.span)
+        content = store.read(item.span, new_slot(item.span.nbytes), expert=item.address)
+        assert content.tobytes() == span_bytes(store, tiny_dir, item.span)
 
 
 def _flip(path, at: int = -1) -> bytes:
@@ -365,13 +366,13 @@ def test_an_object_that_vanishes_is_a_miss(full, opened, tiny_truth):
 def test_an_object_in_use_may_be_removed_without_harm(full, opened, tiny_truth, monkeypatch):
     """Eviction is unlink: a reader that has the file open reads on."""
     first, _ = full
-    store, path, real = opened(), _object(first), os.preadv
+    store, path, real = opened(), _object(first), drive._io.read
 
-    def evicting(fd, buffers, offset):
+    def evicting(fd, *args):
         path.unlink(missing_ok=True)
-        return real(fd, buffers, offset)
+        return real(fd, *args)
 
-    monkeypatch.setattr(os, "preadv", evicting)
+    monkeypatch.setattr(drive._io, "read", evicting)
     assert _expert(store) == tiny_truth.expert(LAYER, 5)
     assert not path.exists()
     assert _used(store) == {"object": 1}
@@ -379,14 +380,14 @@ def test_an_object_in_use_may_be_removed_without_harm(full, opened, tiny_truth, 
 
 def test_an_object_that_vanishes_between_look_and_read_is_fetched_again(full, opened, tiny_truth, monkeypatch):
     first, _ = full
-    store, path, real = opened(), _object(first), os.open
+    store, path, real = opened(), _object(first), drive._io.open
 
-    def vanishing(name, *args, **keywords):
+    def vanishing(name, direct):
         if str(name) == str(path):
             path.unlink(missing_ok=True)
-        return real(name, *args, **keywords)
+        return real(name, direct)
 
-    monkeypatch.setattr(os, "open", vanishing)
+    monkeypatch.setattr(drive._io, "open", vanishing)
     assert _expert(store) == tiny_truth.expert(LAYER, 5)
     assert _used(store) == {"http": 1}
 
@@ -405,3 +406,23 @@ def test_no_name_that_a_server_lists_leads_out_of_the_cache(hub, opened, tmp_pat
     assert set(tmp_path.iterdir()) - before == {store.roots[0].path}
     assert {p.name for p in store.roots[0].path.iterdir()} == {"catalogs", "objects", "objects.log", "tmp"}
     assert not any("escape" in row["path"] or ".." in row["path"] for row in server.state.log)
+
+
+# ---- catalogs of another version ---------------------------------------------------------------------------
+
+
+def test_an_old_catalog_of_something_within_reach_is_built_anew_and_any_other_is_refused(
+    opened, hub, tiny_dir, tmp_path, monkeypatch
+):
+    hub(tiny_dir)
+    cache = tmp_path / "cache"
+    with monkeypatch.context() as patch:
+        patch.setattr("deltafin.indexer.catalog.VERSION", 1)
+        opened(tiny_dir, cache_dir=cache).close()
+        opened(cache_dir=cache).close()
+    assert len(list((cache / "catalogs").glob("*.catalog"))) == 2
+    with pytest.raises(OldCatalog, match="rebuild it with df-index build"):
+        opened(cache_dir=cache, offline=True)
+    opened(tiny_dir, cache_dir=cache).close()
+    opened(cache_dir=cache).close()
+    opened(cache_dir=cache, offline=True)

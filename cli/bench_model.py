@@ -1,0 +1,295 @@
+"""df-bench pass, prefill, fullsize: what passes cost, on models of the true dimensions with invented weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deltafin.cli.options import (
+    ByteSize,
+    json_option,
+    options,
+    print_json,
+    ram_option,
+    spine_option,
+    threads_option,
+    verbose_option,
+)
+
+if TYPE_CHECKING:
+    from deltafin.runtime import LayerTimes, Model, fullsize
+    from deltafin.runtime.passbench import PassCost, PrefillCost
+    from deltafin.store import PackSet, Standin, Store
+
+# Enough for both kinds of attention, for what one layer reads ahead of another, and for a block of residuals' end.
+LAYERS = 6
+RELEASED = "released"
+DISTINCT_EXPERTS = 96
+
+_folder = click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Where the stand-in is or will be (default: in the cache directory).",
+)
+_layers = click.option(
+    "--layers", type=click.IntRange(1, 93), default=LAYERS, show_default=True, metavar="N", help="Layers of true size."
+)
+
+
+@click.command("pass")
+@options(_folder, _layers, threads_option, json_option, verbose_option)
+@click.option(
+    "--rate",
+    type=ByteSize(),
+    default="800MB",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes a second that the root is held to; less than the drive can do.",
+)
+@click.option("--tokens", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Passes that count.")
+def bench_pass(folder: Path | None, layers: int, threads: int | None, as_json: bool, rate: int, tokens: int) -> None:
+    """Measure how near a pass is to its critical path.
+
+    That is, layer by layer, attention, then the longer of reading the experts and the work that needs none, then one
+    expert; and at least the time in which the drive reads everything. Once with a spine that streams past, once with
+    one that stays in memory, on a stand-in with a few layers of Kimi K3's dimensions.
+
+    Example: df-bench pass --dir /data/k3-few --rate 1GB
+    """
+    from deltafin.runtime import Model, Want
+    from deltafin.runtime.passbench import measure_passes, resident_plan, streamed_plan
+    from deltafin.store import open_store
+
+    standin = _few_layers(folder, layers)
+    want = Want(rows=1, tokens=tokens + 2)
+    costs = []
+    for plan in (streamed_plan, resident_plan):
+        with (
+            open_store(standin.model, cache_dir=standin.cache_dir, offline=True, rate=rate) as store,
+            Model(store, threads=threads, plan=plan(store, want)) as model,
+            _layers_bar(model, tokens + 1) as bar,
+        ):
+            costs.append(measure_passes(model, rate, tokens, bar))
+    if as_json:
+        print_json({**_about(standin), "rate": rate, "passes": [{**asdict(c), "ratio": c.ratio} for c in costs]})
+        return
+    click.echo(_describe(standin) + f"; root held to {_size(rate)}/s, {tokens} passes of one row each")
+    for cost in costs:
+        _print_pass(cost)
+
+
+@click.command("prefill")
+@click.argument("model", default="demo")
+@options(_folder, _layers, ram_option, threads_option, json_option, verbose_option)
+@click.option(
+    "--rows", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens of the prompt."
+)
+@click.option("--counts-only", is_flag=True, help="Leave out the layers of true size and their times.")
+def bench_prefill(
+    model: str,
+    folder: Path | None,
+    layers: int,
+    ram: int | None,
+    threads: int | None,
+    as_json: bool,
+    rows: int,
+    counts_only: bool,
+) -> None:
+    """Count what a long prompt reads, and time it.
+
+    Counts are of MODEL (default: demo): experts asked for beside those that any row chose, visits of each layer. Times
+    are of a stand-in with a few layers of Kimi K3's dimensions, beside the limits of the drive and of multiply-adds.
+
+    Example: df-bench prefill demo --rows 512 --counts-only
+    """
+    from deltafin.runtime import Model, Want
+    from deltafin.runtime.passbench import measure_prefill
+    from deltafin.store import open_store
+
+    want = Want(rows=rows, tokens=rows)
+    found = {}
+    with open_store(model) as store, Model(store, ram=ram, threads=threads, want=want) as engine:
+        found[model] = _prefill(engine, rows, measure_prefill)
+    if not counts_only:
+        standin = _few_layers(folder, layers)
+        with (
+            open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store,
+            Model(store, ram=ram, threads=threads, want=want) as engine,
+        ):
+            found[f"{layers} layers of Kimi K3's dimensions"] = _prefill(engine, rows, measure_prefill)
+    if as_json:
+        print_json({name: {**asdict(cost), "excess": cost.excess} for name, cost in found.items()})
+        return
+    for name, cost in found.items():
+        _print_prefill(name, cost)
+
+
+@click.command("fullsize")
+@options(_folder, ram_option, threads_option, spine_option, json_option, verbose_option)
+@click.option("--tokens", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="How many passes.")
+def bench_fullsize(
+    folder: Path | None, ram: int | None, threads: int | None, spine: str | None, as_json: bool, tokens: int
+) -> None:
+    """Run tokens through Kimi K3's full shape.
+
+    The weights are a stand-in: all 93 layers and 82,432 experts, but few distinct bytes behind them, made in DIR on the
+    first run (10.3 GB, a minute or two) and used again. A token reads and multiplies as much as with the real weights.
+
+    Example: df-bench fullsize --dir /data/k3-stand-in --ram 4GB
+    """
+    from deltafin.runtime import Model, Want, fullsize
+    from deltafin.store import default_cache, open_store, raw_rate
+
+    standin = _standin(folder or default_cache() / "stand-in")
+    want = Want(rows=1, tokens=tokens + 1)
+    with ExitStack() as stack:
+        store = stack.enter_context(open_store(standin.model, cache_dir=standin.cache_dir, offline=True))
+        packs = RELEASED if spine in (None, RELEASED) else _standin_packs(store, spine)
+        model = stack.enter_context(Model(store, ram=ram, threads=threads, want=want, spine=packs))
+        limit = raw_rate(store)
+        with _layers_bar(model, tokens) as bar:
+            report = fullsize.measure(model, tokens=tokens, progress=bar)
+        if as_json:
+            memory = model.memory.as_json() if model.memory is not None else None
+            print_json({**_about(standin), **asdict(report), "raw_rate": limit, "memory": memory,
+                        "spine": model.spine_label or "released"})  # fmt: skip
+            return
+        _print_fullsize(standin, model, report, limit)
+
+
+# ---- stand-ins -------------------------------------------------------------------------------------------
+
+
+def _few_layers(folder: Path | None, layers: int) -> Standin:
+    from deltafin.indexer import k3_config
+    from deltafin.store import default_cache
+
+    folder = folder or default_cache() / f"stand-in-{layers}-layers"
+    return _standin(folder, config_json=k3_config(layers), distinct_experts=DISTINCT_EXPERTS)
+
+
+def _standin(folder: Path, *, config_json: bytes | None = None, distinct_experts: int = 200) -> Standin:
+    from deltafin.cli.progress import Progress
+    from deltafin.store import make_standin
+
+    bar: Progress | None = None
+
+    def made(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or Progress(f"making a stand-in in {folder}", total)
+        bar.set(done)
+
+    try:
+        return make_standin(folder, distinct_experts=distinct_experts, config_json=config_json, progress=made)
+    finally:
+        if bar is not None:
+            bar.__exit__(None, None, None)
+
+
+@contextmanager
+def _layers_bar(model: Model, passes: int) -> Iterator[Callable[[int], None]]:
+    from deltafin.cli.progress import Progress
+
+    with Progress("running", passes * model.config.num_layers, "layers") as progress:
+        yield progress.set
+
+
+def _prefill(engine: Model, rows: int, measure: Callable[..., PrefillCost]) -> PrefillCost:
+    import numpy as np
+
+    # No text, but every expert gets some of it; the same on every machine.
+    ids = np.random.default_rng(512).integers(0, engine.config.vocab_size, rows).tolist()
+    with _layers_bar(engine, 1) as bar:
+        return measure(engine, ids, bar)
+
+
+def _standin_packs(store: Store, spine: str) -> PackSet:
+    from deltafin.cli.progress import Progress
+    from deltafin.store import PackFormat, standin_packs
+
+    nbytes = store.catalog.totals.spine_nbytes // store.catalog.config.num_layers
+    with Progress(f"packing a layer of each kind as {spine}", 5 * nbytes) as progress:
+        return standin_packs(store, PackFormat(spine), progress.add)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------
+
+
+def _about(standin: Standin) -> dict[str, object]:
+    return {**asdict(standin), "cache_dir": str(standin.cache_dir)}
+
+
+def _describe(standin: Standin) -> str:
+    return (
+        f"{standin.model} in {standin.cache_dir}: {standin.spans:,} spans in {standin.distinct_objects:,} objects, "
+        f"{_size(standin.distinct_nbytes)}"
+    )
+
+
+def _size(nbytes: float) -> str:
+    from deltafin.cli.progress import human_nbytes
+
+    return human_nbytes(nbytes)
+
+
+def _print_pass(cost: PassCost) -> None:
+    click.echo(
+        f"\n{cost.resident_layers} of {cost.spine_layers} layers resident ({_size(cost.ram)} of memory): "
+        f"{cost.wall_s:.3f} s a pass, critical path {cost.critical_s:.3f} s, ratio {cost.ratio:.3f}"
+    )
+    click.echo(
+        f"  drive {cost.drive_s:.3f} s for {_size(cost.read_nbytes)}, compute {cost.compute_s:.3f} s; "
+        + _causes(cost.parts, cost.passes)
+    )
+
+
+def _causes(parts: LayerTimes, passes: int) -> str:
+    return (
+        f"waiting: spine {parts.spine_wait_s / passes:.3f}, experts {parts.expert_wait_s / passes:.3f}; "
+        f"computing: attention {parts.attention_s / passes:.3f}, shared {parts.shared_s / passes:.3f}, "
+        f"experts {parts.expert_s / passes:.3f}"
+    )
+
+
+def _print_prefill(name: str, cost: PrefillCost) -> None:
+    click.echo(
+        f"{name}: {cost.rows} rows in {cost.passes} pass{'es' * (cost.passes > 1)}, {cost.wall_s:.2f} s\n"
+        f"  experts  {cost.expert_visits:,} asked for ({_size(cost.expert_nbytes)}), {cost.unique_experts:,} chosen: "
+        f"{cost.excess:.3f} of what is needed\n"
+        f"  layers   {cost.spine_visits:,} visits of {cost.layers + 1} with the globals\n"
+        f"  reading  {_size(cost.read_nbytes)} from drives\n"
+        f"  compute  {cost.flop / 1e12:.2f} TFLOP, at the peak {cost.flop_limit_s:.2f} s\n"
+        f"  {_causes(cost.parts, 1)}"
+    )
+
+
+def _print_fullsize(standin: Standin, model: Model, report: fullsize.Report, limit: float | None) -> None:
+    click.echo(_describe(standin))
+    plan = model.memory
+    if plan is not None:
+        click.echo(
+            f"{_size(plan.budget)} of memory: {len(plan.resident)} of {plan.spine_layers} layers resident "
+            f"({_size(plan.resident_nbytes)}), ring {_size(plan.ring_nbytes)}, {plan.slots} slots; "
+            f"spine {model.spine_label or 'released'}; read at most here: {_size(limit) + '/s' if limit else 'unknown'}"
+        )
+    click.echo(
+        f"{'token':>8} {'s':>8} {'limit':>8} {'ratio':>6} {'experts':>16} {'spine':>16} {'head':>14} {'row':>7} "
+        f"{'device':>10}"
+    )
+    for cost in report.tokens:
+        device = "unknown" if cost.device_nbytes is None else _size(cost.device_nbytes)
+        limit_s = cost.read_nbytes / limit if limit else float("nan")
+        ratio = cost.wall_s / limit_s if limit_s else float("nan")
+        click.echo(
+            f"{cost.id:8} {cost.wall_s:8.2f} {limit_s:8.2f} {ratio:6.2f} {cost.expert_nbytes:16,} "
+            f"{cost.spine_nbytes:16,} {cost.head_nbytes:14,} {cost.row_nbytes:7,} {device:>10}"
+        )
+        click.echo(f"         {_causes(cost.parts, 1)}, head {cost.head_s:.3f}")
+    click.echo(f"peak memory {_size(report.peak_rss_nbytes)}")

@@ -1,0 +1,305 @@
+"""What one budget of memory is spent on.
+
+The spine first, since a byte of it that stays saves a byte in every pass; then experts. But before either, what must be
+there for anything to be computed: the program, the sequences, some rows, the pieces that are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from deltafin.errors import BadRequest
+from deltafin.indexer import Catalog, ModelConfig
+from deltafin.store import LayerPieces, least_ring_nbytes, slot_nbytes
+
+DEFAULT_SHARE = 0.75  # of what is available: others want to go on too, and the page cache is not nothing
+ROWS = 512  # rows a pass is prepared for when nobody says how many there will be
+TOKENS = 4096  # likewise of a sequence
+# Python, libraries and their heaps, on top of what is in memory when a model is opened.
+OVERHEAD_NBYTES = 64 << 20
+LEAST_SLOTS = 2
+ROWS_SHARE = 0.5  # of what is free, for the rows of long prompts
+SLOTS_SHARE = 0.5  # of what is free then, so that all reads of a row can be on their way
+RING_SHARE = 0.25  # of what is free then, so that reads go on while others are computed with
+KEY_BLOCK = 256  # latents grow by this many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a model is opened for."""
+
+    rows: int = ROWS  # of the longest pass
+    tokens: int = TOKENS  # in all sequences together
+    sequences: int = 1
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose; they add up to at most the budget."""
+
+    budget: int
+    program: int  # what was there before, and what the libraries take
+    sequences: int
+    rows: int  # how many a pass may have
+    rows_nbytes: int
+    spine_layers: int  # the globals with the head count as one
+    resident: tuple[int, ...]  # the layers that stay
+    resident_nbytes: int
+    ring_nbytes: int
+    held_nbytes: int  # two buffers for what is held of a layer that does not stay
+    slots: int
+    slots_nbytes: int
+    resident_experts: int
+    resident_experts_nbytes: int
+
+    @property
+    def total(self) -> int:
+        return (
+            self.program + self.sequences + self.rows_nbytes + self.resident_nbytes + self.ring_nbytes
+            + self.held_nbytes + self.slots_nbytes + self.resident_experts_nbytes
+        )  # fmt: skip
+
+    def as_json(self) -> dict[str, object]:
+        return {**asdict(self), "resident": list(self.resident), "total": self.total}
+
+
+def default_budget() -> int:
+    """A safe share of what this process has and may still take, in bytes; what a cgroup allows counts."""
+    return own_nbytes() + int(DEFAULT_SHARE * available_nbytes())
+
+
+def own_nbytes() -> int:
+    """What this process has now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def available_nbytes() -> int:
+    """Memory that can be taken now without swapping."""
+    return min([int(psutil.virtual_memory().available), *_cgroup_left()])
+
+
+def _cgroup_left(proc: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What each control group that this process is in, and those above it, still allow."""
+    left: list[int] = []
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return left
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            left += _left_upwards(top, path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            left += _left_upwards(top / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return left
+
+
+def _left_upwards(top: Path, path: str, limit_file: str, usage_file: str) -> list[int]:
+    left = []
+    folder = top / path.lstrip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(top):
+            break
+        limit, usage = _number(group / limit_file), _number(group / usage_file)
+        if limit is not None and usage is not None and limit < 1 << 60:
+            # File pages that nobody has written to count as usage, but are given up before anything fails.
+            left.append(max(0, limit - usage + (_inactive_file(group) or 0)))
+    return left
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # "max"
+        return None
+
+
+def _inactive_file(group: Path) -> int | None:
+    try:
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(fields.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+# ---- what things take --------------------------------------------------------------------------------
+
+
+def kda_state_nbytes(config: ModelConfig) -> int:
+    """One sequence's KDA memories and histories, once."""
+    history = (config.conv_kernel - 1) * 3 * config.kda_width
+    memory = config.kda_heads * config.kda_head_dim**2
+    return 4 * len(config.kda_layers) * (history + memory)
+
+
+def latents_nbytes(config: ModelConfig, tokens: int) -> int:
+    """One sequence's latent caches for so many tokens."""
+    blocks = -(-tokens // KEY_BLOCK)
+    layers = config.num_layers - len(config.kda_layers)
+    return 4 * layers * blocks * KEY_BLOCK * (config.kv_lora_rank + config.qk_rope_head_dim)
+
+
+def sequence_nbytes(config: ModelConfig, tokens: int) -> int:
+    """A sequence between passes: its state, the one before, whose memory is written next, and its latents."""
+    return 2 * kda_state_nbytes(config) + latents_nbytes(config, tokens)
+
+
+def row_nbytes(config: ModelConfig) -> int:
+    """One row of a pass where most of it is in memory at once."""
+    hidden = config.hidden_size
+    blocks = -(-config.num_layers // config.attn_res_block_size) + 1
+    kda = 11 * config.kda_width
+    mla = config.mla_heads * (config.q_head_dim + 2 * config.v_head_dim) + 2 * config.q_lora_rank
+    experts = config.top_k * config.latent_size + 2 * config.latent_size + 2 * (config.expert_size + config.latent_size)
+    moe = experts + 3 * config.shared_size + hidden
+    dense = 3 * config.intermediate_size
+    return 4 * (blocks * hidden + 4 * hidden + max(kda, mla, moe, dense))
+
+
+def logits_nbytes(config: ModelConfig) -> int:
+    """The logits of one row."""
+    return 4 * config.vocab_size
+
+
+# MLA looks at 64 queries at once, absorbed, and at what they attend to.
+_QUERIES = 64
+
+
+def _fixed_nbytes(config: ModelConfig, want: Want) -> int:
+    absorbed = 4 * _QUERIES * config.mla_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
+    return (
+        own_nbytes()
+        + OVERHEAD_NBYTES
+        + (want.threads << 20)  # scratch of the kernels
+        + absorbed
+        + 2 * logits_nbytes(config) * want.sequences
+    )
+
+
+# ---- the plan ------------------------------------------------------------------------------------------
+
+
+def least_budget(catalog: Catalog, layers: Sequence[LayerPieces], want: Want) -> int:
+    """What a pass of one row takes at least; rows wanted beyond one that do not fit it come in further passes."""
+    return _Needs(catalog, layers, want).least
+
+
+@dataclass(slots=True)
+class _Needs:
+    """What must be there for anything to be computed."""
+
+    program: int
+    sequences: int
+    row: int
+    slot: int
+    state: int
+    spine: _Spine
+
+    def __init__(self, catalog: Catalog, layers: Sequence[LayerPieces], want: Want) -> None:
+        config = catalog.config
+        self.program = _fixed_nbytes(config, want)
+        self.row, self.slot = row_nbytes(config), slot_nbytes(catalog.expert_nbytes)
+        self.state = kda_state_nbytes(config)
+        self.sequences = want.sequences * 2 * self.state + latents_nbytes(config, want.tokens)
+        self.spine = _Spine(layers)
+
+    @property
+    def least(self) -> int:
+        return self.program + self.sequences + self.row + self.spine.least_nbytes + LEAST_SLOTS * self.slot
+
+    def check(self, budget: int) -> None:
+        if budget < self.least:
+            raise BadRequest(
+                f"{_gb(budget)} of memory are too little: {_gb(self.least)} are needed at least, of which the program "
+                f"takes {_gb(self.program)}, sequences {_gb(self.sequences)}, the spine on its way "
+                f"{_gb(self.spine.least_nbytes)} and experts {_gb(LEAST_SLOTS * self.slot)}; give --ram "
+                f"{_ask(self.least)} or more"
+            )
+
+
+def plan_memory(budget: int, catalog: Catalog, layers: Sequence[LayerPieces], want: Want) -> MemoryPlan:
+    """Spends `budget` bytes on the spine's `layers`, experts and rows. Raises BadRequest if it is too small."""
+    config = catalog.config
+    needs = _Needs(catalog, layers, want)
+    needs.check(budget)
+    slot, row, spine = needs.slot, needs.row, needs.spine
+    rows, free = 1, budget - needs.least
+    sequences = needs.sequences
+    if want.rows > 1 and free < (want.rows - 1) * row / ROWS_SHARE:
+        # Rows that do not fit one pass need a state between two passes. If there is no room for it, one row at a time.
+        between = want.sequences * needs.state
+        if free < between + row:
+            want = replace(want, rows=1)
+        else:
+            sequences, free = sequences + between, free - between
+    rows += min(want.rows - 1, int(ROWS_SHARE * free) // row)
+    free -= (rows - 1) * row
+    wanted_slots = min(config.num_experts, max(config.top_k, 16))
+    slots = LEAST_SLOTS + max(0, min(wanted_slots - LEAST_SLOTS, int(SLOTS_SHARE * free) // slot))
+    free -= (slots - LEAST_SLOTS) * slot
+    ring, held, resident = spine.spend(spine.least_nbytes + free)
+    resident_nbytes = spine.kept_nbytes(resident)
+    free += spine.least_nbytes - ring - held - resident_nbytes
+    cached = min(free // slot, len(config.moe_layers) * config.num_experts)
+    if cached < len(config.moe_layers) and cached < len(config.moe_layers) * config.num_experts:
+        cached = 0  # not one a layer: nothing worth looking up
+    return MemoryPlan(
+        budget=budget,
+        program=needs.program,
+        sequences=sequences,
+        rows=rows,
+        rows_nbytes=rows * row,
+        spine_layers=len(layers),
+        resident=resident,
+        resident_nbytes=resident_nbytes,
+        ring_nbytes=ring,
+        held_nbytes=held,
+        slots=slots,
+        slots_nbytes=slots * slot,
+        resident_experts=cached,
+        resident_experts_nbytes=cached * slot,
+    )
+
+
+class _Spine:
+    """Which layers stay, and what the others pass through."""
+
+    def __init__(self, layers: Sequence[LayerPieces]) -> None:
+        self._layers = layers
+        self._all_nbytes = sum(layer.slots_nbytes for layer in layers)
+        self._held = 2 * max(layer.held_nbytes for layer in layers)
+        self._least_ring = least_ring_nbytes(layers)
+        self._most_ring = max(self._least_ring, max(layer.slots_nbytes - layer.held_nbytes for layer in layers))
+        self.least_nbytes = min(self._all_nbytes, self._least_ring + self._held)
+
+    def kept_nbytes(self, resident: Sequence[int]) -> int:
+        return sum(self._layers[n].slots_nbytes for n in resident)
+
+    def spend(self, nbytes: int) -> tuple[int, int, tuple[int, ...]]:
+        """Bytes of the ring, of the buffers for what is held, and the resident layers."""
+        if nbytes >= self._all_nbytes:
+            return 0, 0, tuple(range(len(self._layers)))
+        free = nbytes - self._least_ring - self._held
+        ring = min(self._most_ring, self._least_ring + int(RING_SHARE * free))
+        left = nbytes - ring - self._held
+        total = len(self._layers)
+        for count in range(total - 1, -1, -1):
+            # Spread over the pass, so that the reader always has something to do and never too much.
+            resident = tuple((2 * i + 1) * total // (2 * count) for i in range(count))
+            if self.kept_nbytes(resident) <= left:
+                return ring, self._held, resident
+        raise AssertionError("no resident layer takes no memory")
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes / 1e6:.2f} MB"
+
+
+def _ask(nbytes: int) -> str:
+    """As --ram takes it, rounded up."""
+    return f"{-(-nbytes // 10**7) * 10}MB"

@@ -1,0 +1,79 @@
+"""Opens the native backend: threads, encoding of the spine, memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from deltafin.cext import _math
+from deltafin.errors import BadRequest, Missing
+from deltafin.runtime.memory import MemoryPlan, Want, available_nbytes, default_budget, own_nbytes, plan_memory
+from deltafin.runtime.native.passes import Native, matrices
+from deltafin.store import PackFormat, PackSet, Store, spine_pieces, tune
+
+log = logging.getLogger(__name__)
+
+MOST_THREADS = 1024
+RELEASED = "released"
+
+
+def open_native(
+    store: Store,
+    ram: int | None,
+    threads: int | None,
+    want: Want,
+    spine: str | PackSet | None,
+    plan: MemoryPlan | None = None,
+) -> Native:
+    """A backend within `ram` bytes, or with a `plan` that was made before.
+
+    Raises BadRequest where a setting makes no sense or too little fits.
+    """
+    if threads is not None:
+        if not 1 <= threads <= MOST_THREADS:
+            raise BadRequest(f"threads is {threads}; expected 1 to {MOST_THREADS}")
+        _math.set_threads(threads)
+    config = store.catalog.config
+    packs = _packs(store, spine)
+    layers = spine_pieces(store.catalog, lambda layer: matrices(config, layer), packs)
+    if plan is None:
+        budget = _budget(ram)
+        plan = plan_memory(budget, store.catalog, layers, replace(want, threads=_math.threads()))
+    tune(store, plan.slots)
+    return Native(store, layers, plan, _label(packs, config.num_layers), packs is None or packs.format.as_released)
+
+
+def _budget(ram: int | None) -> int:
+    if ram is None:
+        return default_budget()
+    if ram > (most := own_nbytes() + available_nbytes()):
+        log.warning("%.1f GB of memory are asked for and %.1f GB are available: expect swapping", ram / 1e9, most / 1e9)
+    return ram
+
+
+def _packs(store: Store, spine: str | PackSet | None) -> PackSet | None:
+    """The packs to use. Unasked, only those that are as released: the smaller ones, if there are any."""
+    if isinstance(spine, PackSet):
+        return spine
+    if spine == RELEASED:
+        return None
+    if spine is None:
+        return next((packs for f in (PackFormat.BF12, PackFormat.BF16) if (packs := store.packs(f)).packs), None)
+    try:
+        asked = PackFormat(spine)
+    except ValueError:
+        raise BadRequest(f"spine is {spine!r}; expected {RELEASED}, {', '.join(PackFormat)}") from None
+    packs, layers = store.packs(asked), store.catalog.config.num_layers
+    if len(packs.packs) < layers:
+        raise Missing(
+            f"{len(packs.packs)} of {layers} layers of {store.model} are packed as {asked}; "
+            f"run: df-fetch spine {store.model} --as {asked}"
+        )
+    return packs
+
+
+def _label(packs: PackSet | None, layers: int) -> str | None:
+    if packs is None:
+        return None
+    some = "" if len(packs.packs) == layers else f" in {len(packs.packs)} of {layers} layers"
+    return packs.format.label + some

@@ -1,0 +1,82 @@
+"""How many reads at once suit each drive: measured once on the model's own bytes, and remembered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from deltafin.errors import DeltafinError
+from deltafin.store.arena import Arena, slot_nbytes
+from deltafin.store.drive import DEPTHS, DIRECT_FROM_NBYTES, DepthReport, Drive, load_depth, measure_depth, store_depth
+from deltafin.store.store import Store
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = "drives.json"
+# Fewer experts than this of one drive say little, and are soon read anyway.
+LEAST_SPANS = 64
+_MOST_SPANS = 2048
+_PROBE_LAYERS = 8
+
+Read = tuple[Path, int, int]  # file, offset, bytes
+
+
+def tune(store: Store, slots: int) -> None:
+    """Sets the depth of every drive that holds a good part of a large model; measures it the first time."""
+    if store.catalog.expert_nbytes < DIRECT_FROM_NBYTES:
+        return
+    state_file = store.roots[0].path / STATE_FILE
+    for drive, reads in _reads_by_drive(store):
+        if drive.rate is not None or len(reads) < LEAST_SPANS:
+            continue
+        try:
+            depth = load_depth(state_file, drive.path)
+            if depth is None:
+                report = _measure(drive, reads, store.catalog.expert_nbytes, slots)
+                if report is None:
+                    continue
+                depth = report.depth
+                store_depth(state_file, drive.path, depth)
+                log.info("%s: %d reads at once suit this drive; noted in %s", drive.path, depth, state_file)
+            drive.set_depth(depth)
+        except DeltafinError as e:
+            log.warning("%s; reading %d at once", e, drive.depth)
+
+
+def raw_rate(store: Store) -> float | None:
+    """Bytes a second at which the drive with the most of a model brings whole experts, at its best depth.
+
+    None where it cannot be known: through the page cache, or with nothing here.
+    """
+    drive, reads = max(_reads_by_drive(store), key=lambda pair: len(pair[1]))
+    report = _measure(drive, reads, store.catalog.expert_nbytes, max(DEPTHS)) if reads else None
+    return None if report is None else max(report.rates.values())
+
+
+def _measure(drive: Drive, reads: list[Read], nbytes: int, slots: int) -> DepthReport | None:
+    size = slot_nbytes(nbytes)
+    arena = Arena(slots * size)
+    return measure_depth(drive, reads, [arena.take(size) for _ in range(slots)])
+
+
+def _reads_by_drive(store: Store) -> list[tuple[Drive, list[Read]]]:
+    """Some experts of each drive, from the first layers on, the files of objects each once."""
+    found: dict[Drive, list[Read]] = {drive: [] for drive in store.drives}
+    for drive, read in _experts(store):
+        if len(found[drive]) < _MOST_SPANS and read not in found[drive][-64:]:
+            found[drive].append(read)
+    return list(found.items())
+
+
+def _experts(store: Store) -> Iterator[tuple[Drive, Read]]:
+    config = store.catalog.config
+    for layer in list(config.moe_layers)[:_PROBE_LAYERS]:
+        for span in store.catalog.expert_spans(layer, range(config.num_experts)):
+            key = store.key(span)
+            for root in store.roots:
+                if (entry := root.find(key)) is not None:
+                    yield root.drive, (root.object_path(entry), 0, entry.nbytes)
+            for directory in store.shard_directories:
+                if directory.has(span.shard):
+                    yield directory.drive, (directory.shard_path(span.shard), span.offset, span.nbytes)
