@@ -36,7 +36,6 @@ from deltafin.errors import BadRequest, NotFound
 
 if TYPE_CHECKING:
     from deltafin.runtime import Model, RunTimes, Tokenizer
-    from deltafin.store import Store
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -114,7 +113,7 @@ def run(
             if not engine.as_released:
                 click.echo(f"df-run: spine {engine.spine_label}", err=True)
             printer = _Printer(engine, as_ids or engine.tokenizer is None, quiet=as_json)
-            _fetch_ahead(store, len(ids) + max_new, yes=yes)
+            _fetch_ahead(engine, len(ids) + max_new, yes=yes)
             outcome = _generate(engine, ids, max_new, trace, printer)
             if as_json:
                 print_json(_as_json(engine, ids, outcome))
@@ -161,14 +160,18 @@ def _token_ids(tokenizer: Tokenizer | None, text: str | None, prompt_ids: str | 
     return ids
 
 
-def _fetch_ahead(store: Store, rows: int, *, yes: bool) -> None:
-    """Fetches the missing spine, after saying how much may follow; does nothing for a local model."""
+def _fetch_ahead(engine: Model, rows: int, *, yes: bool) -> None:
+    """Fetches the missing spine, after saying how much may follow; does nothing for a local model.
+
+    What is packed is here in another form.
+    """
     from deltafin.store import expert_items, plan_fetch, spine_items
 
+    store = engine.store
     if not store.may_fetch:
         return
     catalog, config = store.catalog, store.catalog.config
-    plan = plan_fetch(store, spine_items(catalog))
+    plan = plan_fetch(store, [i for i in spine_items(catalog) if i.layer not in engine.packed_layers])
     also = 0
     if not yes:  # only an announcement needs to know; looking for every expert takes seconds on a slow disk
         most = rows * config.top_k * len(config.moe_layers) * catalog.expert_nbytes

@@ -8,12 +8,27 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from deltafin.runtime.clock import PassTimes
+from deltafin.runtime.memory import MemoryPlan
 from deltafin.runtime.observer import Observer
 from deltafin.runtime.segment import Logits, Part
+from deltafin.store import PackSet
 
 
 class Backend(Protocol):
     """Computes passes over one open store. Keeps nothing between passes but weights."""
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """What its memory is spent on; None if it has no budget."""
+
+    @property
+    def packs(self) -> PackSet | None:
+        """What it takes the spine from where there are packs; None is the released bytes."""
+
+    @property
+    def times(self) -> PassTimes | None:
+        """Of the last pass; None if it does not take them."""
 
     @property
     def most_rows(self) -> int | None:

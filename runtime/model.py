@@ -16,7 +16,7 @@ from deltafin.errors import BadCheckpoint, BadRequest, DeltafinError, NoMemory
 from deltafin.indexer import ModelConfig
 from deltafin.runtime.backend import Backend
 from deltafin.runtime.clock import PassTimes, RunTimes
-from deltafin.runtime.memory import MemoryPlan, Want, sequence_nbytes
+from deltafin.runtime.memory import MemoryPlan, Want, logits_nbytes, sequence_nbytes
 from deltafin.runtime.observer import Observer
 from deltafin.runtime.segment import Logits, Part, Segment, check_segments, cut
 from deltafin.runtime.sequence import Commit, Sequence
@@ -103,21 +103,27 @@ class Model:
     @property
     def memory(self) -> MemoryPlan | None:
         """What the budget is spent on; None for torch, which has none."""
-        plan = getattr(self._backend, "plan", None)
-        assert plan is None or isinstance(plan, MemoryPlan)
-        return plan
+        return self._backend.plan
 
     @property
     def spine_label(self) -> str | None:
         """The encoding of the spine in use, and whether it is as released; None if no pack is in use."""
-        label = getattr(self._backend, "spine_label", None)
-        assert label is None or isinstance(label, str)
-        return label
+        packs, layers = self._backend.packs, self.config.num_layers
+        if packs is None:
+            return None
+        return packs.format.label + ("" if len(packs.packs) == layers else f" in {len(packs.packs)} of {layers} layers")
 
     @property
     def as_released(self) -> bool:
         """Whether every weight in use is exactly the released one."""
-        return bool(getattr(self._backend, "as_released", True))
+        packs = self._backend.packs
+        return packs is None or packs.format.as_released
+
+    @property
+    def packed_layers(self) -> frozenset[int]:
+        """The layers whose spine is taken from packs."""
+        packs = self._backend.packs
+        return frozenset() if packs is None else frozenset(packs.packs)
 
     def sequence(self) -> Sequence:
         """A conversation that has not begun."""
@@ -154,7 +160,7 @@ class Model:
         check_segments(segments, logits, self.config)
         if any(segment.seq.owner is not self for segment in segments):
             raise BadRequest("a sequence belongs to another model; use this model's sequence()")
-        self._make_room(segments)
+        self._make_room(segments, logits)
         values, states = self._passes(segments, logits, observer)
         commit = Commit()
         for segment, state in zip(segments, states, strict=True):
@@ -164,21 +170,28 @@ class Model:
             segment.seq.settle()
         return values
 
-    def _make_room(self, segments: abc.Sequence[Segment]) -> None:
-        """Sequences beyond what was planned for take the memory of resident experts. Raises NoMemory."""
+    def _make_room(self, segments: abc.Sequence[Segment], logits: Logits) -> None:
+        """What was not planned for, more sequences or all logits, takes the memory of resident experts.
+
+        Raises NoMemory.
+        """
         plan = self.memory
         if plan is None:
             return
         growth = {id(s.seq): len(s) for s in segments}
         lengths = [len(seq) + growth.get(id(seq), 0) for seq in self._live]
         wanted = sum(sequence_nbytes(self.config, tokens) for tokens in lengths if tokens)
+        if logits == "all":  # the result, and that of one pass beside it
+            rows = sum(growth.values())
+            wanted += logits_nbytes(self.config) * (rows + (min(rows, plan.rows) if rows > plan.rows else 0))
         have = plan.sequences + plan.budget - plan.total + self._shed_nbytes
         if wanted > have:
             self._shed_nbytes += (shed := self.store.shrink(wanted - have))
             have += shed
         if wanted > have:
+            asked = " and all their logits" if logits == "all" else ""
             raise NoMemory(
-                f"{len(lengths)} sequences of {sum(lengths)} tokens take {wanted / 1e9:.2f} GB, but of "
+                f"{len(lengths)} sequences of {sum(lengths)} tokens{asked} take {wanted / 1e9:.2f} GB, but of "
                 f"{plan.budget / 1e9:.2f} GB {have / 1e9:.2f} GB are left for them; drop some, or open the model with "
                 "more ram"
             )
@@ -201,12 +214,10 @@ class Model:
                 # The first state of several has the sequence's own memory to write its successor into.
                 first = part.position == len(segments[part.segment].seq) and not part.last
                 states[part.segment] = self._backend.detached(state) if first else state
-            if (times := getattr(self._backend, "times", None)) is not None:
+            if (times := self._backend.times) is not None:
                 self.last_pass = times
                 self.times.add(times)
-        if not found:
-            return None, states
-        return (found[0] if len(found) == 1 else np.concatenate(found)), states
+        return _joined(found), states
 
     def generate(
         self,
@@ -242,6 +253,19 @@ class Model:
             if token in stop_ids:
                 return
             ids = [token]
+
+
+def _joined(found: list[Floats]) -> Floats | None:
+    """All rows as one array; what was found is let go of bit by bit, so that not everything is there twice."""
+    if len(found) < 2:
+        return found[0] if found else None
+    out = np.empty((sum(map(len, found)), *found[0].shape[1:]), np.float32)
+    at = len(out)
+    while found:
+        values = found.pop()
+        out[at - len(values) : at] = values
+        at -= len(values)
+    return out
 
 
 def _part(segments: abc.Sequence[Segment], number: int, tokens: slice, state: object) -> Part:

@@ -40,7 +40,7 @@ def open_native(
         budget = _budget(ram)
         plan = plan_memory(budget, store.catalog, layers, replace(want, threads=_math.threads()))
     tune(store, plan.slots)
-    return Native(store, layers, plan, _label(packs, config.num_layers), packs is None or packs.format.as_released)
+    return Native(store, layers, plan, packs)
 
 
 def _budget(ram: int | None) -> int:
@@ -70,10 +70,3 @@ def _packs(store: Store, spine: str | PackSet | None) -> PackSet | None:
             f"run: df-fetch spine {store.model} --as {asked}"
         )
     return packs
-
-
-def _label(packs: PackSet | None, layers: int) -> str | None:
-    if packs is None:
-        return None
-    some = "" if len(packs.packs) == layers else f" in {len(packs.packs)} of {layers} layers"
-    return packs.format.label + some

@@ -22,7 +22,7 @@ from deltafin.runtime.native.residual import Residual
 from deltafin.runtime.observer import Observer, Point
 from deltafin.runtime.rows import Rows
 from deltafin.runtime.segment import Logits, Part
-from deltafin.store import HEAD, LayerPieces, SpineReader, SpineWalk, Store
+from deltafin.store import HEAD, LayerPieces, PackSet, SpineReader, SpineWalk, Store
 
 # One sequence's memory, layer by layer.
 State = tuple[KdaState | Latents, ...]
@@ -42,24 +42,20 @@ class Native:
         store: Store,
         layers: abc.Sequence[LayerPieces],
         plan: MemoryPlan,
-        spine_label: str | None = None,
-        as_released: bool = True,
+        packs: PackSet | None = None,
     ) -> None:
+        """`layers` are the spine's pieces, of which some lie in `packs`."""
         self.store = store
         self.config = store.catalog.config
         self.layout = expert_layout(self.config)
-        self.plan = plan
-        self.spine_label = spine_label
-        self.as_released = as_released
-        self.times: PassTimes | None = None  # of the last pass
+        self.plan: MemoryPlan | None = plan
+        self.packs: PackSet | None = packs
+        self.times: PassTimes | None = None
+        self.most_rows: int | None = plan.rows
         store.reserve(plan.slots, plan.resident_experts)
         self.spine = SpineReader(
             layers, store.submit_piece, store.stats, resident=plan.resident, ring_nbytes=plan.ring_nbytes
         )
-
-    @property
-    def most_rows(self) -> int | None:
-        return self.plan.rows
 
     def new_state(self) -> object:
         layers = range(self.config.num_layers)

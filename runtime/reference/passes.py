@@ -17,6 +17,8 @@ from torch import Tensor
 
 from deltafin.errors import BadRequest, NotANumber
 from deltafin.indexer import expert_layout
+from deltafin.runtime.clock import PassTimes
+from deltafin.runtime.memory import MemoryPlan
 from deltafin.runtime.observer import Observer, Point
 from deltafin.runtime.reference import head, moe
 from deltafin.runtime.reference.kda import KdaState, kda
@@ -28,7 +30,7 @@ from deltafin.runtime.reference.residual import Residual
 from deltafin.runtime.reference.spine import Spine, widen
 from deltafin.runtime.rows import Rows
 from deltafin.runtime.segment import Logits, Part
-from deltafin.store import Store
+from deltafin.store import PackSet, Store
 
 # One sequence's memory, layer by layer.
 State = tuple[KdaState | Latents, ...]
@@ -51,6 +53,18 @@ class Reference:
     def new_state(self) -> object:
         layers = range(self.config.num_layers)
         return tuple(KdaState.empty(self.config, self.device) if self.config.is_kda(n) else Latents() for n in layers)
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        return None
+
+    @property
+    def packs(self) -> PackSet | None:
+        return None
+
+    @property
+    def times(self) -> PassTimes | None:
+        return None
 
     @property
     def most_rows(self) -> int | None:

@@ -164,3 +164,30 @@ def test_a_model_in_a_directory_is_packed_without_a_copy_of_its_objects(df, tiny
     done = df("df-fetch", "spine", tiny_dir, "--as", "bf12", "--offline")
     assert done.out.startswith("packed 9 layers as bf12")
     assert not (tmp_path / "cache" / "objects").exists() and len(paths()) == 9
+
+
+def test_a_run_takes_the_spine_from_packs_and_never_fetches_it_again(df, indexed, spans, ranges, paths):
+    wanted = df("df-run", REPO, "--prompt-ids", "5 17 200", "--max-new", "3", "--ids", "--spine", "released").out
+    before = ranges(indexed)
+    df("df-fetch", "rm", REPO, "--spine")
+    df("df-fetch", "spine", REPO, "--as", "bf12")
+    packed = ranges(indexed) - before
+    done = df("df-run", REPO, "--prompt-ids", "5 17 200", "--max-new", "3", "--ids", "--stats")
+    assert (done.status, done.out) == (0, wanted)
+    assert "spine     bf12" in done.err and "pack " in done.err
+    assert ranges(indexed) - before == packed, "nothing of the spine a second time"
+    assert set(packed) == spans([*range(9), GLOBALS])
+
+
+def test_int8_is_labelled_where_it_answers_and_wanting_what_there_is_not_says_how_to_make_it(df, indexed):
+    words = ("df-run", REPO, "--prompt-ids", "5 17 200", "--max-new", "3", "--ids")
+    missing = df(*words, "--spine", "int8")
+    assert (missing.status, missing.out) == (1, "")
+    assert missing.err.strip() == (
+        f"df-run: 0 of 9 layers of {REPO} are packed as int8; run: df-fetch spine {REPO} --as int8"
+    )
+    df("df-fetch", "spine", REPO, "--as", "int8")
+    done = df(*words, "--spine", "int8")
+    assert (done.status, done.err) == (0, "df-run: spine int8 (not as released)\n")
+    assert '"as_released": false' in df(*words[:-1], "--json", "--spine", "int8").out
+    assert "not as released" not in df(*words, "--stats").err, "unasked it is not used"
