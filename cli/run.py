@@ -287,7 +287,7 @@ def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome) -> None:
     lines = [
         f"tokens    {prompt_tokens} given, {new} new",
         f"time      {outcome.first_token_s:.2f} s to the first token, then {later:.3f} s a token",
-        f"visits    {counts['expert_visits']:,} experts, {counts['spine_visits']:,} spines",
+        f"visits    {counts['expert_visits']:,} experts{_hits(times)}, {counts['spine_visits']:,} spines",
     ]
     if times.passes:
         lines += _times_lines(times)
@@ -306,6 +306,12 @@ def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome) -> None:
         if counts.get(trouble):
             lines.append(f"{trouble.replace('_', ' '):9} {counts[trouble]:,}")
     click.echo("\n".join(lines), err=True)
+
+
+def _hits(times: RunTimes) -> str:
+    """How many experts were in memory when they were asked for."""
+    experts, reads = times.layers.experts, times.layers.reads
+    return f" ({(experts - reads) / experts:.0%} in memory)" if experts else ""
 
 
 def _times_lines(times: RunTimes) -> list[str]:

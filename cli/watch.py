@@ -41,10 +41,12 @@ class Watch(Observer):
         self._shares_line = self._terminal and sys.stdout.isatty()
         self._shown = False
         self._token = 0
+        self._pass = 0  # of this token: a prompt may take several
         self._began = self._printed = time.monotonic()
         self._nbytes_before = 0
 
     def rows(self, spans: Sequence[RowSpan]) -> None:
+        self._pass += 1
         self._began = time.monotonic()
         self._nbytes_before = self._nbytes()
         if self._inner is not None:
@@ -56,7 +58,8 @@ class Watch(Observer):
         if now - self._began >= _QUIET_S and now - self._printed >= every:
             self._printed = now
             read = human_nbytes(self._nbytes() - self._nbytes_before)
-            self._show(f"token {self._token + 1}: layer {layer + 1} of {num_layers}, {read}{self._waiting()}")
+            number = f"pass {self._pass}, " if self._pass > 1 else ""
+            self._show(f"token {self._token + 1}: {number}layer {layer + 1} of {num_layers}, {read}{self._waiting()}")
         if self._inner is not None:
             self._inner.layer(layer, num_layers)
 
@@ -71,6 +74,7 @@ class Watch(Observer):
     def token(self, count: int) -> None:
         """`count` tokens are out; the status goes before text follows."""
         self._token = count
+        self._pass = 0
         self.clear()
 
     def clear(self) -> None:
@@ -94,7 +98,7 @@ class Watch(Observer):
 
     def _nbytes(self) -> int:
         counts = self._store.stats.snapshot()
-        return counts["object_nbytes"] + counts["shard_nbytes"] + counts["http_nbytes"]
+        return sum(counts[f"{source}_nbytes"] for source in ("object", "shard", "pack", "http"))
 
     def _waiting(self) -> str:
         pause_s = self._store.pause_left_s

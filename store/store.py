@@ -304,9 +304,10 @@ class Store:
         return content
 
     def _queue_of(self, span: Span) -> Drive:
+        """Where a read waits. Only records are looked at: asking a busy disk about files would hold up the caller."""
         key = self.key(span)
         for root in self.roots:
-            if root.find(key) is not None:
+            if key in root.log.entries:
                 return root.drive
         for directory in self.shard_directories:
             if directory.has(span.shard):
