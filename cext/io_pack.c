@@ -66,6 +66,8 @@ static int pack_group(uint8_t *codes, const uint16_t *weights, unsigned base, ui
 size_t bf12_pack(const struct bf12 *to, const uint16_t *bits)
 {
     const size_t row_nbytes = to->k / BF12_COLUMNS * BF12_GROUP_NBYTES;
+    if (to->n && to->starts[0] != 0)
+        return 0;
     for (size_t r = 0; r < to->n; r++) {
         const uint16_t *row = bits + r * to->k;
         const unsigned base = to->base[r];
@@ -106,6 +108,10 @@ size_t bf12_unpack(uint16_t *bits, const struct bf12 *from, size_t exceptions)
 {
     const size_t groups = from->k / BF12_COLUMNS;
     const uint8_t *codes = from->codes;
+    if (from->n && from->starts[0] != 0)
+        return 0;
+    if (from->n && from->starts[from->n] != exceptions)
+        return from->n - 1;
     for (size_t r = 0; r < from->n; r++) {
         uint16_t *row = bits + r * from->k;
         const size_t at = from->starts[r], end = from->starts[r + 1];

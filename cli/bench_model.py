@@ -20,6 +20,7 @@ from deltafin.cli.options import (
     threads_option,
     verbose_option,
 )
+from deltafin.errors import BadRequest
 
 if TYPE_CHECKING:
     from deltafin.runtime import LayerTimes, Model, fullsize
@@ -39,7 +40,7 @@ _folder = click.option(
     help="Where the stand-in is or will be (default: in the cache directory).",
 )
 _layers = click.option(
-    "--layers", type=click.IntRange(1, 93), default=LAYERS, show_default=True, metavar="N", help="Layers of true size."
+    "--layers", type=click.IntRange(1, 93), metavar="N", help=f"How many layers of true size (default: {LAYERS})."
 )
 
 
@@ -53,8 +54,10 @@ _layers = click.option(
     metavar="SIZE",
     help="Bytes a second that the root is held to; less than the drive can do.",
 )
-@click.option("--tokens", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Passes that count.")
-def bench_pass(folder: Path | None, layers: int, threads: int | None, as_json: bool, rate: int, tokens: int) -> None:
+@click.option("--tokens", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="That count.")
+def bench_pass(
+    folder: Path | None, layers: int | None, threads: int | None, as_json: bool, rate: int, tokens: int
+) -> None:
     """Measure how near a pass is to its critical path.
 
     That is, layer by layer, attention, then the longer of reading the experts and the work that needs none, then one
@@ -73,7 +76,7 @@ def bench_pass(folder: Path | None, layers: int, threads: int | None, as_json: b
     for plan in (streamed_plan, resident_plan):
         with (
             open_store(standin.model, cache_dir=standin.cache_dir, offline=True, rate=rate) as store,
-            Model(store, threads=threads, plan=plan(store, want)) as model,
+            Model(store, threads=threads, plan=plan(store, want), spine=RELEASED) as model,
             _layers_bar(model, tokens + 1) as bar,
         ):
             costs.append(measure_passes(model, rate, tokens, bar))
@@ -95,7 +98,7 @@ def bench_pass(folder: Path | None, layers: int, threads: int | None, as_json: b
 def bench_prefill(
     model: str,
     folder: Path | None,
-    layers: int,
+    layers: int | None,
     ram: int | None,
     threads: int | None,
     as_json: bool,
@@ -113,6 +116,8 @@ def bench_prefill(
     from deltafin.runtime.passbench import measure_prefill
     from deltafin.store import open_store
 
+    if counts_only and (folder is not None or layers is not None):
+        raise BadRequest("--dir and --layers have no effect with --counts-only; leave them out")
     want = Want(rows=rows, tokens=rows)
     found = {}
     with open_store(model) as store, Model(store, ram=ram, threads=threads, want=want) as engine:
@@ -123,7 +128,7 @@ def bench_prefill(
             open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store,
             Model(store, ram=ram, threads=threads, want=want) as engine,
         ):
-            found[f"{layers} layers of Kimi K3's dimensions"] = _prefill(engine, rows, measure_prefill)
+            found[f"{layers or LAYERS} layers of Kimi K3's dimensions"] = _prefill(engine, rows, measure_prefill)
     if as_json:
         print_json({name: {**asdict(cost), "excess": cost.excess} for name, cost in found.items()})
         return
@@ -152,8 +157,8 @@ def bench_fullsize(
     with ExitStack() as stack:
         store = stack.enter_context(open_store(standin.model, cache_dir=standin.cache_dir, offline=True))
         packs = RELEASED if spine in (None, RELEASED) else _standin_packs(store, spine)
+        limit = raw_rate(store)  # before the model is there: it takes memory of its own
         model = stack.enter_context(Model(store, ram=ram, threads=threads, want=want, spine=packs))
-        limit = raw_rate(store)
         with _layers_bar(model, tokens) as bar:
             report = fullsize.measure(model, tokens=tokens, progress=bar)
         if as_json:
@@ -167,10 +172,11 @@ def bench_fullsize(
 # ---- stand-ins -------------------------------------------------------------------------------------------
 
 
-def _few_layers(folder: Path | None, layers: int) -> Standin:
+def _few_layers(folder: Path | None, layers: int | None) -> Standin:
     from deltafin.indexer import k3_config
     from deltafin.store import default_cache
 
+    layers = layers or LAYERS
     folder = folder or default_cache() / f"stand-in-{layers}-layers"
     return _standin(folder, config_json=k3_config(layers), distinct_experts=DISTINCT_EXPERTS)
 

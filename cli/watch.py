@@ -97,8 +97,7 @@ class Watch(Observer):
         self._shown = True
 
     def _nbytes(self) -> int:
-        counts = self._store.stats.snapshot()
-        return sum(counts[f"{source}_nbytes"] for source in ("object", "shard", "pack", "http"))
+        return self._store.stats.read_nbytes
 
     def _waiting(self) -> str:
         pause_s = self._store.pause_left_s

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deltafin.runtime.clock import LayerTimes
 from deltafin.runtime.model import Model
-from deltafin.runtime.observer import Observer
+from deltafin.runtime.observer import LayerProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ def measure(
     start_id = model.config.bos_id if start_id is None else start_id
     costs: list[TokenCost] = []
     before = _Counters.now(model)
-    generated = model.generate(model.sequence(), [start_id], max_new=tokens, stop_ids=(), observer=_Layers(progress))
+    generated = model.generate(
+        model.sequence(), [start_id], max_new=tokens, stop_ids=(), observer=LayerProgress(progress)
+    )
     for token in generated:
         after = _Counters.now(model)
         costs.append(before.cost(after, token, model))
@@ -59,11 +61,12 @@ def measure(
 class _Counters:
     at_s: float
     counts: dict[str, int]
+    read_nbytes: int
     device_nbytes: int | None
 
     @classmethod
     def now(cls, model: Model) -> _Counters:
-        return cls(time.monotonic(), model.store.stats.snapshot(), _device_nbytes())
+        return cls(time.monotonic(), model.store.stats.snapshot(), model.store.stats.read_nbytes, _device_nbytes())
 
     def cost(self, after: _Counters, token: int, model: Model) -> TokenCost:
         known = self.device_nbytes is not None and after.device_nbytes is not None
@@ -76,7 +79,7 @@ class _Counters:
             spine_nbytes=self._more(after, "spine_nbytes"),
             head_nbytes=self._more(after, "head_nbytes"),
             row_nbytes=self._more(after, "embedding_nbytes"),
-            read_nbytes=sum(self._more(after, f"{source}_nbytes") for source in ("object", "shard", "pack", "http")),
+            read_nbytes=after.read_nbytes - self.read_nbytes,
             device_nbytes=(after.device_nbytes or 0) - (self.device_nbytes or 0) if known else None,
             head_s=times.head_s,
             parts=times.sums(),
@@ -84,21 +87,6 @@ class _Counters:
 
     def _more(self, after: _Counters, name: str) -> int:
         return after.counts[name] - self.counts[name]
-
-
-class _Layers(Observer):
-    """Counts layers as they begin."""
-
-    def __init__(self, progress: Callable[[int], None]) -> None:
-        self._progress = progress
-        self._begun = 0
-
-    def layer(self, layer: int, num_layers: int) -> None:
-        self._progress(self._begun)
-        self._begun += 1
-
-    def finished(self) -> None:
-        self._progress(self._begun)
 
 
 def _device_nbytes() -> int | None:

@@ -35,7 +35,11 @@ class Want:
     rows: int = ROWS  # of the longest pass
     tokens: int = TOKENS  # in all sequences together
     sequences: int = 1
-    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise BadRequest(f"want.{name} is {value}; expected at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +174,12 @@ def logits_nbytes(config: ModelConfig) -> int:
 _QUERIES = 64
 
 
-def _fixed_nbytes(config: ModelConfig, want: Want) -> int:
+def _fixed_nbytes(config: ModelConfig, want: Want, threads: int) -> int:
     absorbed = 4 * _QUERIES * config.mla_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
     return (
         own_nbytes()
         + OVERHEAD_NBYTES
-        + (want.threads << 20)  # scratch of the kernels
+        + (threads << 20)  # scratch of the kernels
         + absorbed
         + 2 * logits_nbytes(config) * want.sequences
     )
@@ -184,9 +188,9 @@ def _fixed_nbytes(config: ModelConfig, want: Want) -> int:
 # ---- the plan ------------------------------------------------------------------------------------------
 
 
-def least_budget(catalog: Catalog, layers: Sequence[LayerPieces], want: Want) -> int:
+def least_budget(catalog: Catalog, layers: Sequence[LayerPieces], want: Want, threads: int) -> int:
     """What a pass of one row takes at least; rows wanted beyond one that do not fit it come in further passes."""
-    return _Needs(catalog, layers, want).least
+    return _Needs(catalog, layers, want, threads).least
 
 
 @dataclass(slots=True)
@@ -200,9 +204,9 @@ class _Needs:
     state: int
     spine: _Spine
 
-    def __init__(self, catalog: Catalog, layers: Sequence[LayerPieces], want: Want) -> None:
+    def __init__(self, catalog: Catalog, layers: Sequence[LayerPieces], want: Want, threads: int) -> None:
         config = catalog.config
-        self.program = _fixed_nbytes(config, want)
+        self.program = _fixed_nbytes(config, want, threads)
         self.row, self.slot = row_nbytes(config), slot_nbytes(catalog.expert_nbytes)
         self.state = kda_state_nbytes(config)
         self.sequences = want.sequences * 2 * self.state + latents_nbytes(config, want.tokens)
@@ -222,10 +226,10 @@ class _Needs:
             )
 
 
-def plan_memory(budget: int, catalog: Catalog, layers: Sequence[LayerPieces], want: Want) -> MemoryPlan:
+def plan_memory(budget: int, catalog: Catalog, layers: Sequence[LayerPieces], want: Want, threads: int) -> MemoryPlan:
     """Spends `budget` bytes on the spine's `layers`, experts and rows. Raises BadRequest if it is too small."""
     config = catalog.config
-    needs = _Needs(catalog, layers, want)
+    needs = _Needs(catalog, layers, want, threads)
     needs.check(budget)
     slot, row, spine = needs.slot, needs.row, needs.spine
     rows, free = 1, budget - needs.least

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import abc
+import threading
+from collections import Counter, abc
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, overload
@@ -16,7 +17,7 @@ from deltafin.errors import BadCheckpoint, BadRequest, DeltafinError, NoMemory
 from deltafin.indexer import ModelConfig
 from deltafin.runtime.backend import Backend
 from deltafin.runtime.clock import PassTimes, RunTimes
-from deltafin.runtime.memory import MemoryPlan, Want, logits_nbytes, sequence_nbytes
+from deltafin.runtime.memory import MemoryPlan, Want, kda_state_nbytes, logits_nbytes, sequence_nbytes
 from deltafin.runtime.observer import Observer
 from deltafin.runtime.segment import Logits, Part, Segment, check_segments, cut
 from deltafin.runtime.sequence import Commit, Sequence
@@ -80,7 +81,8 @@ class Model:
         self.stop_ids = _stop_ids(store, self.config, self.tokenizer)
         self.times = RunTimes()
         self.last_pass: PassTimes | None = None  # of the native backend
-        self._backend = _backend(store, device, ram, threads, want or Want(), spine, plan)
+        self._backend = _backend(store, device, ram, threads, want, spine, plan)
+        self._passing = threading.Lock()
         self._sequences = 0
         self._live: WeakSet[Sequence] = WeakSet()
         self._shed_nbytes = 0  # of resident experts, for sequences that were not planned for
@@ -160,14 +162,19 @@ class Model:
         check_segments(segments, logits, self.config)
         if any(segment.seq.owner is not self for segment in segments):
             raise BadRequest("a sequence belongs to another model; use this model's sequence()")
-        self._make_room(segments, logits)
-        values, states = self._passes(segments, logits, observer)
-        commit = Commit()
-        for segment, state in zip(segments, states, strict=True):
-            segment.seq.offer(segment.ids, state, commit)
-        commit.done = True
-        for segment in segments:
-            segment.seq.settle()
+        if not self._passing.acquire(blocking=False):
+            raise BadRequest("another pass of this model is under way; passes of one model come one after the other")
+        try:
+            self._make_room(segments, logits)
+            values, states = self._passes(segments, logits, observer)
+            commit = Commit()
+            for segment, state in zip(segments, states, strict=True):
+                segment.seq.offer(segment.ids, state, commit)
+            commit.done = True
+            for segment in segments:
+                segment.seq.settle()
+        finally:
+            self._passing.release()
         return values
 
     def _make_room(self, segments: abc.Sequence[Segment], logits: Logits) -> None:
@@ -181,20 +188,26 @@ class Model:
         growth = {id(s.seq): len(s) for s in segments}
         lengths = [len(seq) + growth.get(id(seq), 0) for seq in self._live]
         wanted = sum(sequence_nbytes(self.config, tokens) for tokens in lengths if tokens)
+        # Between two passes of one forward there is a third state; that of a sequence not begun yet takes nothing.
+        parts = Counter(number for pieces in cut(segments, plan.rows) for number, _ in pieces)
+        split = sum(1 for number, count in parts.items() if count > 1 and len(segments[number].seq))
+        wanted += split * kda_state_nbytes(self.config)
         if logits == "all":  # the result, and that of one pass beside it
             rows = sum(growth.values())
             wanted += logits_nbytes(self.config) * (rows + (min(rows, plan.rows) if rows > plan.rows else 0))
         have = plan.sequences + plan.budget - plan.total + self._shed_nbytes
-        if wanted > have:
-            self._shed_nbytes += (shed := self.store.shrink(wanted - have))
-            have += shed
-        if wanted > have:
+        lacking = wanted - have
+        if lacking <= 0:
+            return
+        if lacking > self.store.sheddable_nbytes:
             asked = " and all their logits" if logits == "all" else ""
+            most = have + self.store.sheddable_nbytes
             raise NoMemory(
                 f"{len(lengths)} sequences of {sum(lengths)} tokens{asked} take {wanted / 1e9:.2f} GB, but of "
-                f"{plan.budget / 1e9:.2f} GB {have / 1e9:.2f} GB are left for them; drop some, or open the model with "
+                f"{plan.budget / 1e9:.2f} GB {most / 1e9:.2f} GB are left for them; drop some, or open the model with "
                 "more ram"
             )
+        self._shed_nbytes += self.store.shrink(lacking)
 
     def _passes(
         self, segments: abc.Sequence[Segment], logits: Logits, observer: Observer | None
@@ -286,7 +299,7 @@ def _backend(
     device: str,
     ram: int | None,
     threads: int | None,
-    want: Want,
+    want: Want | None,
     spine: str | PackSet | None,
     plan: MemoryPlan | None,
 ) -> Backend:
@@ -297,7 +310,8 @@ def _backend(
         except ImportError as e:
             raise DeltafinError(f"the native kernels cannot be loaded ({e})") from None
         return open_native(store, ram, threads, want, spine, plan)
-    for name, value in (("ram", ram), ("threads", threads), ("spine", spine)):
+    settings = (("ram", ram), ("threads", threads), ("want", want), ("spine", spine), ("plan", plan))
+    for name, value in settings:
         if value is not None:
             raise BadRequest(f"{name} has no effect with device {device!r}: it is for the native kernels; leave it out")
     try:

@@ -47,3 +47,18 @@ class Observer:
 
     def finished(self) -> None:
         """Everything of the pass is computed; its sequences are committed next. Not called if the pass failed."""
+
+
+class LayerProgress(Observer):
+    """Counts the layers that have begun, over all passes."""
+
+    def __init__(self, progress: abc.Callable[[int], None]) -> None:
+        self._progress = progress
+        self._begun = 0
+
+    def layer(self, layer: int, num_layers: int) -> None:
+        self._progress(self._begun)
+        self._begun += 1
+
+    def finished(self) -> None:
+        self._progress(self._begun)

@@ -19,7 +19,7 @@ from deltafin.runtime.clock import LayerTimes, PassTimes
 from deltafin.runtime.memory import MemoryPlan, Want, least_budget, plan_memory
 from deltafin.runtime.model import Model
 from deltafin.runtime.native.passes import matrices
-from deltafin.runtime.observer import Observer
+from deltafin.runtime.observer import LayerProgress
 from deltafin.runtime.segment import Segment
 from deltafin.store import Store, spine_pieces
 
@@ -56,10 +56,10 @@ def measure_passes(model: Model, rate: float, tokens: int, progress: Progress = 
     reads: list[int] = []
     start_id = model.config.bos_id
     generated = model.generate(
-        model.sequence(), [start_id], max_new=tokens + 1, stop_ids=(), observer=_Layers(progress)
+        model.sequence(), [start_id], max_new=tokens + 1, stop_ids=(), observer=LayerProgress(progress)
     )
     for _ in generated:
-        reads.append(_read_nbytes(model.store))
+        reads.append(model.store.stats.read_nbytes)
         assert model.last_pass is not None
         passes.append(model.last_pass)
     counted = passes[1:]
@@ -96,11 +96,6 @@ def _critical_s(times: PassTimes, expert_nbytes: int, rate: float, read_nbytes: 
     return max(path, read_nbytes / rate)
 
 
-def _read_nbytes(store: Store) -> int:
-    counts = store.stats.snapshot()
-    return sum(counts[f"{source}_nbytes"] for source in ("object", "shard", "pack", "http"))
-
-
 def streamed_plan(store: Store, want: Want) -> MemoryPlan:
     """The most memory in which nothing of the spine stays."""
     return _most(store, want, lambda plan: not plan.resident)
@@ -120,12 +115,14 @@ def _most(store: Store, want: Want, holds: Callable[[MemoryPlan], bool], then_nb
     catalog = store.catalog
     config = catalog.config
     layers = spine_pieces(catalog, lambda layer: matrices(config, layer))
-    low = least_budget(catalog, layers, want) + _STEP
+    low = least_budget(catalog, layers, want, _math.threads()) + _STEP
     high = low + sum(layer.slots_nbytes for layer in layers) + (64 << 30)
     while high - low > _STEP:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(plan_memory(middle, catalog, layers, want)) else (low, middle)
-    return plan_memory(low + then_nbytes, catalog, layers, want)
+        low, high = (
+            (middle, high) if holds(plan_memory(middle, catalog, layers, want, _math.threads())) else (low, middle)
+        )
+    return plan_memory(low + then_nbytes, catalog, layers, want, _math.threads())
 
 
 # ---- a prompt ----------------------------------------------------------------------------------------------
@@ -156,7 +153,7 @@ class PrefillCost:
 
 def measure_prefill(model: Model, ids: Sequence[int], progress: Progress = lambda layers: None) -> PrefillCost:
     """Feeds `ids` to a new sequence."""
-    before, read_before = model.store.stats.snapshot(), _read_nbytes(model.store)
+    before, read_before = model.store.stats.snapshot(), model.store.stats.read_nbytes
     passes_before, parts_before = model.times.passes, replace(model.times.layers)
     routes = _Routes(progress)
     start = time.perf_counter()
@@ -180,7 +177,7 @@ def measure_prefill(model: Model, ids: Sequence[int], progress: Progress = lambd
         wall_s=wall_s,
         flop=flop,
         flop_limit_s=flop / _peak_flops(),
-        read_nbytes=_read_nbytes(model.store) - read_before,
+        read_nbytes=model.store.stats.read_nbytes - read_before,
         parts=parts,
     )
 
@@ -207,22 +204,7 @@ def _peak_flops() -> float:
     return best
 
 
-class _Layers(Observer):
-    """Counts layers as they begin."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._begun = 0
-
-    def layer(self, layer: int, num_layers: int) -> None:
-        self._progress(self._begun)
-        self._begun += 1
-
-    def finished(self) -> None:
-        self._progress(self._begun)
-
-
-class _Routes(_Layers):
+class _Routes(LayerProgress):
     """Remembers which experts were chosen at all."""
 
     def __init__(self, progress: Progress) -> None:

@@ -54,6 +54,7 @@ class Part:
 
 def cut(segments: abc.Sequence[Segment], most_rows: int | None) -> list[list[tuple[int, slice]]]:
     """Passes of at most `most_rows` rows: lists of (segment, its tokens), in the order of the segments."""
+    assert most_rows is None or most_rows > 0
     passes: list[list[tuple[int, slice]]] = [[]]
     room = most_rows
     for number, segment in enumerate(segments):

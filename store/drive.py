@@ -10,7 +10,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -109,12 +109,14 @@ class Drive:
 
     # ---- what waits, and in which order --------------------------------------------------------------
 
-    def submit(self, work: Callable[[], T], *, urgent: bool) -> Future[T]:
+    def submit(self, work: Callable[[], T], *, urgent: bool, future: Future[T] | None = None) -> Future[T]:
         """Runs `work` on a thread of the drive: urgent ones before all others, each kind in the order it came.
 
-        Cancelling the future of a work that has not begun drops it. Raises RuntimeError once closed.
+        Cancelling the future of a work that has not begun drops it. Who lends memory to the work gives a `future`
+        that is on record already: an interrupt may come when the work is queued and before this returns. Raises
+        RuntimeError once closed.
         """
-        future: Future[T] = Future()
+        future = future or Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
@@ -239,18 +241,16 @@ class Drive:
                     self._busy_s += time.monotonic() - self._busy_since
 
 
-def wait_out(futures: Iterable[Future[T]]) -> None:
+def wait_out(futures: Collection[Future[T]]) -> None:
     """Cancels what has not begun and waits for what has, also through interrupts: reads write into memory in use.
 
-    An interrupt is raised at the end.
+    An interrupt is raised at the end. What was never queued counts as not begun.
     """
     interrupt: KeyboardInterrupt | None = None
-    waiting = set(futures)
-    for future in waiting:
-        future.cancel()
-    while waiting:
+    while True:
         try:
-            waiting = wait(waiting).not_done
+            wait([future for future in futures if not future.cancel()])
+            break
         except KeyboardInterrupt as e:
             interrupt = e
     if interrupt is not None:

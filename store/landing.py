@@ -15,7 +15,8 @@ from deltafin.errors import DeltafinError
 from deltafin.store.drive import wait_out
 
 Slot = npt.NDArray[np.uint8]
-Read = Callable[[int, Slot], Future[Slot]]  # starts reading an expert into a slot; its result is where in the slot
+# Starts reading an expert into a slot; the future's result will be where in the slot it lies.
+Read = Callable[[int, Slot, Future[Slot]], None]
 Spent = Callable[[int, Slot, Slot], Slot]  # an expert, its slot and its bytes, used: returns a slot to read into
 
 
@@ -68,9 +69,9 @@ class Landing(Iterator[tuple[int, Slot]]):
 
     def _next(self) -> tuple[int, Slot]:
         if self._shown is not None:
-            slot = self._spent(*self._shown)
-            self._shown = None
-            self._launch(slot)
+            # Let go of first: an interrupt meanwhile may lose the slot, but must not leave it with two owners.
+            shown, self._shown = self._shown, None
+            self._launch(self._spent(*shown))
         if not self._flying:
             raise StopIteration
         begun = time.perf_counter()
@@ -108,13 +109,10 @@ class Landing(Iterator[tuple[int, Slot]]):
         if (expert := next(self._waiting, None)) is None:
             self._free.append(slot)
             return
-        try:
-            future = self._read(expert, slot)
-        except BaseException:
-            self._free.append(slot)
-            raise
-        self._flying[future] = (expert, slot)
+        future: Future[Slot] = Future()
         future.add_done_callback(self._arrived)
+        self._flying[future] = (expert, slot)
+        self._read(expert, slot, future)
 
     def _arrived(self, future: Future[Slot]) -> None:
         self.reads_s = time.perf_counter() - self._begun

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from deltafin.errors import Corrupt, DeltafinError
+from deltafin.errors import Corrupt, DeltafinError, DiskError
 from deltafin.indexer import disk_error, make_directory
 from deltafin.store.arena import own_slot
 from deltafin.store.encodings import Encoding, PackFormat, aligned, decode
@@ -75,8 +75,7 @@ def verify_packs(store: Store, progress: Progress | None = None) -> PackReport:
         except DeltafinError as e:
             if not path.exists():
                 return 0, None  # removed while it was being looked at
-            aside = f"; moved to {_quarantine(root.path, path)}" if root.writable else ""
-            return nbytes, f"{e}{aside}"
+            return nbytes, f"{e}{_moved_aside(root, path)}"
 
     every = [(root, path, nbytes) for root in store.roots for path, nbytes in pack_files(root.path)]
     with ThreadPoolExecutor(_VERIFY_THREADS, "verify") as pool:
@@ -148,6 +147,15 @@ def _verify_piece(store: Store, pack: Pack, piece: PackPiece, ours: bool) -> Non
         raise Corrupt(f"{where} cannot be decoded: {e}") from None
     if not same:
         raise Corrupt(f"{where} does not decode to the bytes it was made from")
+
+
+def _moved_aside(root: Root, path: Path) -> str:
+    if not root.writable:
+        return ""
+    try:
+        return f"; moved to {_quarantine(root.path, path)}"
+    except DiskError as e:
+        return f" ({e})"
 
 
 def _quarantine(root: Path, path: Path) -> Path:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,11 +116,16 @@ def open_packs(roots: Sequence[Path], catalog: Catalog, shard_ids: Sequence[byte
     complaints: list[str] = []
     for root in roots:
         folder = pack_folder(root, shard_ids, format)
-        if not folder.is_dir():
+        try:
+            there = set(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as e:
+            complaints.append(f"{folder}: cannot be read ({e.strerror}); passed over")
             continue
         for layer in range(catalog.config.num_layers):
             path = folder / pack_name(layer)
-            if layer in packs or not path.exists():
+            if layer in packs or path.name not in there:
                 continue
             try:
                 packs[layer] = open_pack(path, catalog, shard_ids, format, layer)
@@ -177,13 +183,18 @@ def pack_folder(root: Path, shard_ids: Sequence[bytes], format: PackFormat) -> P
     return root / "packs" / model_key(shard_ids) / format
 
 
+_PACK_NAME = re.compile(r"layer-\d{5}\.pack")
+
+
 def pack_name(layer: int) -> str:
     return f"layer-{layer:05}.pack"
 
 
 def pack_files(root: Path) -> Iterator[tuple[Path, int]]:
-    """Every file that lies where a pack would, with its length, whichever model it is of."""
+    """Every file that lies and is named as a pack would be, with its length, whichever model it is of."""
     for path in sorted((root / "packs").glob("*/*/layer-*.pack")):
+        if _PACK_NAME.fullmatch(path.name) is None or path.parent.name not in list(PackFormat):
+            continue
         try:
             if path.is_file():
                 yield path, path.stat().st_size

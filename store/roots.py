@@ -42,7 +42,7 @@ class Root:
             clear_stale(path / "tmp")
         self.log = ObjectLog(path / "objects.log")
         self._checked: set[bytes] = set()  # digests whose files this process has compared with their content
-        self._checked_packed: set[bytes] = set()  # the same for pieces of packs
+        self._checked_packed: set[tuple[Path, int]] = set()  # pieces of packs likewise, by file and offset
 
     def find(self, key: bytes) -> ObjectEntry | None:
         """The object of a span if it is there in full length."""
@@ -72,13 +72,13 @@ class Root:
         """
         path, piece = packed.path, packed.piece
         content = self.drive.read(path, piece.offset, piece.nbytes, slot)
-        if piece.xxh3 not in self._checked_packed:
+        if (path, piece.offset) not in self._checked_packed:
             if xxhash.xxh3_128(content.data).digest() != piece.xxh3:
                 raise Corrupt(
                     f"{path}: damaged at byte {piece.offset}; df-fetch verify moves the pack aside, then make it again "
                     "with df-fetch spine --as, or go on without it"
                 )
-            self._checked_packed.add(piece.xxh3)
+            self._checked_packed.add((path, piece.offset))
         return content
 
     def read_part(self, entry: ObjectEntry, at: int, view: memoryview) -> None:

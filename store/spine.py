@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,15 +21,15 @@ from deltafin.errors import DeltafinError
 from deltafin.indexer import GLOBALS, LAYER_PREFIX, Catalog, Place, Span
 from deltafin.store.arena import Arena, slot_nbytes
 from deltafin.store.drive import wait_out
-from deltafin.store.encodings import Bf12, Bf16, Int8, Raw, decode
+from deltafin.store.encodings import Bf12, Bf16, Encoding, Int8, Raw, decode, matrices_of
 from deltafin.store.packs import Packed, PackSet
 from deltafin.store.ring import Ring
 from deltafin.store.stats import StoreStats
 
 Bytes = npt.NDArray[np.uint8]
 Stored = npt.NDArray[np.generic]
-# Starts reading a span, or its packed form, into a slot; the result is where in the slot it lies.
-Submit = Callable[[Span, Packed | None, Bytes], Future[Bytes]]
+# Starts reading a span, or its packed form, into a slot; the future's result will be where in the slot it lies.
+Submit = Callable[[Span, Packed | None, Bytes, Future[Bytes]], None]
 # The matrices of a layer that are each multiplied once in a pass, by short name, in that order.
 Uses = Callable[[int], Sequence[str]]
 
@@ -125,29 +124,19 @@ def _layer_pieces(
     group = catalog.spine(number)
     streamed: dict[str, list[Piece]] = {name: [] for name in uses}
     held: list[Piece] = []
-    for span in group.spans:
-        place = _only_tensor(group.tensors, span)
+    for span, matrix in zip(group.spans, matrices_of(group), strict=True):
         pack = packed.get(span) if packed is not None else None
-        nbytes = span.nbytes if pack is None else pack.piece.nbytes
-        name = place.name.removeprefix(prefix) if place is not None else ""
-        if place is None or name not in streamed or len(place.shape) != 2:
-            held.append(Piece(span, nbytes, packed=pack))
+        name = "" if matrix is None else matrix.name.removeprefix(prefix)
+        if matrix is None or name not in streamed:
+            if pack is not None and pack.piece.encoding not in (Encoding.RAW, Encoding.BF16):
+                pack = None  # what is not multiplied as a whole is used as released
+            held.append(Piece(span, span.nbytes if pack is None else pack.piece.nbytes, packed=pack))
             continue
-        row_nbytes = place.nbytes // place.shape[0]
-        first, rows = (span.offset - place.offset) // row_nbytes, span.nbytes // row_nbytes
-        streamed[name].append(Piece(span, nbytes, name, first, rows, place.shape[1], pack))
+        rows, k = matrix.shape
+        nbytes = span.nbytes if pack is None else pack.piece.nbytes
+        streamed[name].append(Piece(span, nbytes, name, matrix.first_row, rows, k, pack))
     tensors = tuple(t for t in group.tensors if not streamed.get(t.name.removeprefix(prefix)))
     return LayerPieces(number, tuple(held), tuple(p for name in uses for p in streamed[name]), tensors, prefix)
-
-
-def _only_tensor(tensors: Sequence[Place], span: Span) -> Place | None:
-    """The one tensor whose bytes a span holds; None if there are several."""
-    inside = [
-        t
-        for t in tensors
-        if t.shard == span.shard and t.offset < span.offset + span.nbytes and span.offset < t.offset + t.nbytes
-    ]
-    return inside[0] if len(inside) == 1 else None
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -181,6 +170,7 @@ class SpineReader:
         self.resident = frozenset(resident)
         self.submit = submit
         self.stats = stats
+        self.under_way: SpineWalk | None = None
         away = [layer for n, layer in enumerate(layers) if n not in self.resident]
         held_nbytes = max((layer.held_nbytes for layer in away), default=0)
         ring_nbytes = max(ring_nbytes, least_ring_nbytes(away))
@@ -201,6 +191,8 @@ class SpineReader:
 
     def walk(self, *, head: bool) -> SpineWalk:
         """Begins to read for one pass; without `head` only the globals come at the end. Close it."""
+        if self.under_way is not None:
+            self.under_way.close()  # an interrupt came before whoever began it could
         return SpineWalk(self, head=head)
 
     def close(self) -> None:
@@ -249,6 +241,7 @@ class SpineWalk:
             self._queue += held
             for loads in streamed.values():
                 self._queue += loads
+        reader.under_way = self
         try:
             self._advance()
         except BaseException:
@@ -290,16 +283,17 @@ class SpineWalk:
         if self._closed:
             return
         self._queue.clear()
-        flying = [load for load in self._begun if load.future is not None]
+        flying = {load: load.future for load in self._begun if load.future is not None}
         try:
-            wait_out([load.future for load in flying if load.future is not None])
+            wait_out(list(flying.values()))
         finally:
             self._closed = True
-            for load in flying:
-                if load.layer in self._reader.resident:
-                    with suppress(BaseException):  # whatever it was, nobody waits for it any more
-                        self._settle(load)
+            for load, future in flying.items():
+                whole = future.done() and not future.cancelled() and future.exception() is None
+                if whole and load.layer in self._reader.resident:
+                    self._settle(load)
             self._reader.ring.clear()
+            self._reader.under_way = None
 
     def _content(self, load: _Load) -> Bytes:
         if load.content is None:
@@ -336,8 +330,9 @@ class SpineWalk:
                 load.slot = self._place(load)
                 if load.slot is None:
                     return
-                load.future = reader.submit(load.piece.span, load.piece.packed, load.slot)
-                self._begun.append(load)
+                load.future = Future()
+                self._begun.append(load)  # before the read can be under way: closing waits for what is in this list
+                reader.submit(load.piece.span, load.piece.packed, load.slot, load.future)
             self._queue.popleft()
 
     def _place(self, load: _Load) -> Bytes | None:

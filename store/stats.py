@@ -40,3 +40,9 @@ class StoreStats:
                 "expert_visits": self.expert_reads.total(),
                 "spine_visits": self.spine_reads.total(),
             }
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that came from anywhere but memory."""
+        with self._lock:
+            return sum(self.counts[f"{source}_nbytes"] for source in SOURCES if source != "ram")

@@ -76,6 +76,8 @@ class Store:
         self._arena: Arena | None = None  # of all slots
         self._slots: list[Slot] | None = None  # free ones; None until they are made
         self._tier = ExpertTier([])
+        self._slots_lock = threading.RLock()  # of slots, tier and the number of open landings
+        self._landings = 0
         self._tables: dict[str, RowTable] = {}
 
     def __enter__(self) -> Store:
@@ -148,11 +150,16 @@ class Store:
         self._tier = ExpertTier(arena.take(nbytes) for _ in range(resident))
         return arena.nbytes
 
+    @property
+    def sheddable_nbytes(self) -> int:
+        """Memory that `shrink` could give back."""
+        return self._tier.capacity * slot_nbytes(self.catalog.expert_nbytes)
+
     def shrink(self, nbytes: int) -> int:
-        """Gives memory of resident experts back to the system, about as much as is asked; returns its bytes."""
+        """Gives memory of resident experts back to the system, at least as much as is asked if there is; returns it."""
         slot = slot_nbytes(self.catalog.expert_nbytes)
-        given = self._tier.shrink(-(-nbytes // slot))
-        assert self._arena is not None or not given
+        with self._slots_lock:
+            given = self._tier.shrink(-(-nbytes // slot))
         for part in given:
             assert self._arena is not None
             self._arena.give_back(part)
@@ -185,34 +192,45 @@ class Store:
         """The experts `ids` of a layer as they land, in any order, each once; reading starts now.
 
         Yields (expert, bytes). The array lies in a slot that is used again: it is valid until the next
-        step of the iterator. Close the iterator when leaving it early.
+        step of the iterator. Close the iterator when leaving it early. Several may be open at once, but none then
+        changes what stays in memory.
         """
         if len(set(ids)) != len(ids):
             raise BadRequest(f"experts of layer {layer}: an expert is asked for twice")
         spans = dict(zip(ids, self.catalog.expert_spans(layer, ids), strict=True))
         here: list[tuple[int, Slot]] = []
         away: list[int] = []
-        for expert in ids:
-            self.stats.visit_expert(layer, expert)
-            resident = self._tier.use((layer, int(expert)))
-            if resident is None:
-                away.append(expert)
-            else:
-                here.append((expert, resident))
+        with self._slots_lock:
+            self._landings += 1
+            for expert in ids:
+                self.stats.visit_expert(layer, expert)
+                resident = self._tier.use((layer, int(expert)))
+                if resident is None:
+                    away.append(expert)
+                else:
+                    here.append((expert, resident))
+            free = self._free_slots()
+            taken = [free.pop() for _ in range(min(len(free), len(away)))]
+        own = [own_slot(self.catalog.expert_nbytes)] if away and not taken else []  # others have them all
         if here:
             self.stats.add(ram_spans=len(here), ram_nbytes=len(here) * self.catalog.expert_nbytes)
 
-        def read(expert: int, slot: Slot) -> Future[Slot]:
-            return self.submit(spans[expert], slot, urgent=True, expert=(layer, int(expert)))
+        def read(expert: int, slot: Slot, future: Future[Slot]) -> None:
+            self.submit(spans[expert], slot, urgent=True, expert=(layer, int(expert)), future=future)
 
         def spent(expert: int, slot: Slot, content: Slot) -> Slot:
-            return self._tier.offer((layer, int(expert)), slot, content)
+            with self._slots_lock:
+                if own or self._landings > 1:
+                    return slot
+                return self._tier.offer((layer, int(expert)), slot, content)
 
-        free = self._free_slots()
-        taken = [free.pop() for _ in range(min(len(free), len(away)))]
-        if away and not taken:  # others have them all; with one more this iterator works too
-            taken = [own_slot(self.catalog.expert_nbytes)]
-        return Landing(here, away, taken, read, spent, free.extend)
+        def done(slots: list[Slot]) -> None:
+            with self._slots_lock:
+                self._landings -= 1
+                if not own:
+                    free.extend(slots)
+
+        return Landing(here, away, own or taken, read, spent, done)
 
     def _free_slots(self) -> list[Slot]:
         if self._slots is None:
@@ -274,14 +292,26 @@ class Store:
         key = self.key(span)
         return any(root.find(key) for root in self.roots) or any(d.has(span.shard) for d in self.shard_directories)
 
-    def submit(self, span: Span, slot: Slot, *, urgent: bool, expert: tuple[int, int] | None = None) -> Future[Slot]:
-        """`read` on a thread of the drive that has the span, or of the line; urgent ones before all others."""
-        return _submit(self._queue_of(span), lambda: self.read(span, slot, expert=expert), urgent)
+    def submit(
+        self,
+        span: Span,
+        slot: Slot,
+        *,
+        urgent: bool,
+        expert: tuple[int, int] | None = None,
+        future: Future[Slot] | None = None,
+    ) -> Future[Slot]:
+        """`read` on a thread of the drive that has the span, or of the line; urgent ones before all others.
 
-    def submit_piece(self, span: Span, packed: Packed | None, slot: Slot) -> Future[Slot]:
+        `future` as in `Drive.submit`.
+        """
+        return _submit(self._queue_of(span), lambda: self.read(span, slot, expert=expert), urgent, future)
+
+    def submit_piece(self, span: Span, packed: Packed | None, slot: Slot, future: Future[Slot]) -> None:
         """Like `submit` for a piece of the spine, as released or in its packed form."""
         if packed is None:
-            return self.submit(span, slot, urgent=False)
+            self.submit(span, slot, urgent=False, future=future)
+            return
         root = next(r for r in self.roots if packed.path.is_relative_to(r.path))
 
         def read() -> Slot:
@@ -289,7 +319,7 @@ class Store:
             self.stats.add(pack_spans=1, pack_nbytes=packed.piece.nbytes)
             return content
 
-        return _submit(root.drive, read, False)
+        _submit(root.drive, read, False, future)
 
     def read(self, span: Span, slot: Slot, *, expert: tuple[int, int] | None = None, keep: bool = True) -> Slot:
         """A whole span from the best source, as a part of `slot`, which starts on a page and has `slot_nbytes`.
@@ -470,9 +500,9 @@ class Store:
 _Read = TypeVar("_Read", Slot, memoryview)
 
 
-def _submit(queue: Drive, work: Callable[[], Slot], urgent: bool) -> Future[Slot]:
+def _submit(queue: Drive, work: Callable[[], Slot], urgent: bool, future: Future[Slot] | None) -> Future[Slot]:
     try:
-        return queue.submit(work, urgent=urgent)
+        return queue.submit(work, urgent=urgent, future=future)
     except RuntimeError:
         raise DeltafinError("the store was closed while it was being read") from None
 

@@ -46,18 +46,23 @@ class ExpertTier:
         return None if found is None else found[1]
 
     def offer(self, key: Key, slot: Slot, content: Slot) -> Slot:
-        """Keeps an expert that was read into `slot`, or does not; returns a slot that is free to read into."""
+        """Keeps an expert that was read into `slot`, or does not; returns a slot that is free to read into.
+
+        The newcomer is registered last, so that an interrupt never leaves a slot with two owners.
+        """
         if self.capacity == 0 or key in self._resident:
             return slot
+        count = self._uses.get(key, 0.0)
         if self._free:
-            self._admit(key, slot, content)
-            return self._free.pop()
-        count, coldest = self._coldest()
-        if self._uses.get(key, 0.0) <= count:
-            return slot
-        heapq.heappop(self._ranking)
-        freed, _ = self._resident.pop(coldest)
-        self._admit(key, slot, content)
+            freed = self._free.pop()
+        else:
+            least, coldest = self._coldest()
+            if count <= least:
+                return slot
+            heapq.heappop(self._ranking)
+            freed, _ = self._resident.pop(coldest)
+        heapq.heappush(self._ranking, (count, key))
+        self._resident[key] = (slot, content)
         return freed
 
     def shrink(self, count: int) -> list[Slot]:
@@ -73,18 +78,17 @@ class ExpertTier:
             self.capacity -= 1
         return given
 
-    def _admit(self, key: Key, slot: Slot, content: Slot) -> None:
-        self._resident[key] = (slot, content)
-        heapq.heappush(self._ranking, (self._uses.get(key, 0.0), key))
-
     def _coldest(self) -> tuple[float, Key]:
         """The resident that was used least; it is at the top of the ranking then."""
         while True:
             noted, key = self._ranking[0]
             count = self._uses.get(key, 0.0)
-            if count <= noted:
+            if key not in self._resident:  # an interrupt came between ranking and registering it
+                heapq.heappop(self._ranking)
+            elif count <= noted:
                 return count, key
-            heapq.heapreplace(self._ranking, (count, key))
+            else:
+                heapq.heapreplace(self._ranking, (count, key))
 
     def _halve(self) -> None:
         self._until_halving = USES_A_SLOT * self.capacity

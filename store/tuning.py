@@ -23,7 +23,10 @@ Read = tuple[Path, int, int]  # file, offset, bytes
 
 
 def tune(store: Store, slots: int) -> None:
-    """Sets the depth of every drive that holds a good part of a large model; measures it the first time."""
+    """Sets the depth of every drive that holds a good part of a large model.
+
+    It is measured the first time that there are slots enough to try every depth.
+    """
     if store.catalog.expert_nbytes < DIRECT_FROM_NBYTES:
         return
     state_file = store.roots[0].path / STATE_FILE
@@ -32,6 +35,8 @@ def tune(store: Store, slots: int) -> None:
             continue
         try:
             depth = load_depth(state_file, drive.path)
+            if depth is None and slots < max(DEPTHS):
+                continue
             if depth is None:
                 report = _measure(drive, reads, store.catalog.expert_nbytes, slots)
                 if report is None:

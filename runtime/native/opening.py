@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from deltafin.cext import _math
 from deltafin.errors import BadRequest, Missing
@@ -21,7 +20,7 @@ def open_native(
     store: Store,
     ram: int | None,
     threads: int | None,
-    want: Want,
+    want: Want | None,
     spine: str | PackSet | None,
     plan: MemoryPlan | None = None,
 ) -> Native:
@@ -29,6 +28,8 @@ def open_native(
 
     Raises BadRequest where a setting makes no sense or too little fits.
     """
+    if plan is not None and (ram is not None or want is not None):
+        raise BadRequest("ram and want have no effect beside a plan; leave them out")
     if threads is not None:
         if not 1 <= threads <= MOST_THREADS:
             raise BadRequest(f"threads is {threads}; expected 1 to {MOST_THREADS}")
@@ -37,8 +38,7 @@ def open_native(
     packs = _packs(store, spine)
     layers = spine_pieces(store.catalog, lambda layer: matrices(config, layer), packs)
     if plan is None:
-        budget = _budget(ram)
-        plan = plan_memory(budget, store.catalog, layers, replace(want, threads=_math.threads()))
+        plan = plan_memory(_budget(ram), store.catalog, layers, want or Want(), _math.threads())
     tune(store, plan.slots)
     return Native(store, layers, plan, packs)
 
@@ -52,13 +52,14 @@ def _budget(ram: int | None) -> int:
 
 
 def _packs(store: Store, spine: str | PackSet | None) -> PackSet | None:
-    """The packs to use. Unasked, only those that are as released: the smaller ones, if there are any."""
+    """The packs to use. Unasked, those that are as released and have most layers; of two complete sets the smaller."""
     if isinstance(spine, PackSet):
         return spine
     if spine == RELEASED:
         return None
     if spine is None:
-        return next((packs for f in (PackFormat.BF12, PackFormat.BF16) if (packs := store.packs(f)).packs), None)
+        found = max((store.packs(f) for f in (PackFormat.BF12, PackFormat.BF16)), key=lambda packs: len(packs.packs))
+        return found if found.packs else None
     try:
         asked = PackFormat(spine)
     except ValueError:

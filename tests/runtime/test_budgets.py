@@ -107,8 +107,8 @@ def planned(monkeypatch) -> Callable[..., object]:
     def open_(budget, model, **keywords) -> Iterator[object]:
         real = opening.plan_memory
 
-        def plan(nbytes, catalog, layers, want):
-            return budget(real(nbytes, catalog, layers, want), layers)
+        def plan(nbytes, catalog, layers, want, threads):
+            return budget(real(nbytes, catalog, layers, want, threads), layers)
 
         with monkeypatch.context() as patch:
             patch.setattr(opening, "plan_memory", plan)

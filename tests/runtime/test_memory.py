@@ -41,7 +41,7 @@ def small_program(request, monkeypatch) -> None:
 
 
 def plan(k3, budget, **want):
-    return m.plan_memory(budget, *k3, Want(**{"rows": 1, "tokens": 64, "threads": 2, **want}))
+    return m.plan_memory(budget, *k3, Want(**{"rows": 1, "tokens": 64, **want}), 2)
 
 
 @pytest.mark.parametrize("gb", [2, 4, 8, 16, 64, 128, 256, 2000])
@@ -94,7 +94,7 @@ def test_a_budget_that_cannot_work_is_refused_with_numbers_and_what_to_give(k3):
         BadRequest, match=r"1.00 GB of memory are too little: \d\.\d\d GB are needed at least.*--ram (\d+)MB"
     ):
         plan(k3, GB)
-    least = m.least_budget(*k3, Want(rows=1, tokens=64, threads=2))
+    least = m.least_budget(*k3, Want(rows=1, tokens=64), 2)
     assert plan(k3, least + (1 << 20)).total <= least + (1 << 20)
     with pytest.raises(BadRequest):
         plan(k3, least - (64 << 20))
@@ -105,6 +105,19 @@ def test_latents_grow_in_blocks_and_kda_does_not_grow(k3):
     assert m.kda_state_nbytes(config) == 4 * 69 * (96 * 128 * 128 + 3 * 3 * 12288)
     assert m.latents_nbytes(config, 1) == m.latents_nbytes(config, 256) == 24 * 256 * 576 * 4
     assert m.latents_nbytes(config, 257) == 2 * m.latents_nbytes(config, 256)
+
+
+@pytest.mark.parametrize("field", ["rows", "tokens", "sequences"])
+def test_wanting_nothing_or_less_is_refused(field):
+    for value in (0, -3):
+        with pytest.raises(BadRequest, match=f"want.{field} is {value}; expected at least 1"):
+            Want(**{field: value})
+
+
+def test_what_the_kernels_work_with_at_once_is_what_is_planned_for():
+    from deltafin.runtime.native import mla
+
+    assert (m.KEY_BLOCK, m._QUERIES) == (mla.KEY_BLOCK, mla.QUERY_BLOCK)
 
 
 # ---- control groups ---------------------------------------------------------------------------------------
@@ -190,7 +203,7 @@ def test_the_peak_stays_below_the_budget(demo_dir, tmp_path, rows):
     with deltafin.open(demo_dir, cache_dir=tmp_path, want=Want(rows=rows, tokens=rows)) as model:
         catalog, config = model.store.catalog, model.config
         layers = spine_pieces(catalog, lambda layer: matrices(config, layer))
-        least = m.least_budget(catalog, layers, Want(rows=rows, tokens=rows, threads=os.cpu_count() or 1))
+        least = m.least_budget(catalog, layers, Want(rows=rows, tokens=rows), os.cpu_count() or 1)
     for ram in (least + (2 << 20), least + (16 << 20)):
         words = [sys.executable, "-c", _PEAK, str(demo_dir), str(ram), str(rows), str(tmp_path)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deltafin.errors import BadRequest, DeltafinError, DiskError, Missing
-from deltafin.store import drive
+from deltafin.store import drive, slot_nbytes
 from deltafin.store.store import WORKERS
 
 LAYER = 3
@@ -209,3 +209,24 @@ def test_iterators_of_several_threads_do_not_disturb_each_other(store, tiny_trut
         thread.join()
     assert failures == []
     assert set(store.stats.expert_reads.values()) == {5}
+
+
+def test_what_was_promised_to_one_iterator_is_not_replaced_by_another(tiny_dir, opened, tiny_truth):
+    store = opened(tiny_dir)
+    store.reserve(4, 2)
+    for _ in range(3):
+        list(store.experts(LAYER, [1, 2]))
+    assert store.resident_experts == (2, 2)
+    first = store.experts(LAYER, [1, 2])
+    for _ in range(9):
+        list(store.experts(LAYER, [3, 4, 5]))
+    assert {e: s.tobytes() for e, s in first} == {e: tiny_truth.expert(LAYER, e) for e in (1, 2)}
+
+
+def test_memory_of_its_own_that_an_iterator_needed_never_stays(tiny_dir, opened):
+    store = opened(tiny_dir)
+    store.reserve(1, 3)
+    with closing(store.experts(LAYER, [7])):
+        assert len(list(store.experts(LAYER, [1, 2, 3, 4]))) == 4
+    assert store.shrink(1 << 30) == store.shrink(0) + 3 * slot_nbytes(store.catalog.expert_nbytes)
+    assert len(list(store.experts(LAYER, [1, 2]))) == 2
