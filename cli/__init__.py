@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+from collections.abc import Callable
 
 import click
 
@@ -28,7 +30,7 @@ _INTERRUPTED = 130
 
 def main() -> int:
     """Lists the commands, for `python -m deltafin`."""
-    if len(sys.argv) > 1:
+    if sys.argv[1:] not in ([], ["--help"], ["-h"]):
         print(f"deltafin: takes no arguments; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     print(f"deltafin {__version__}: the whole of Kimi K3 on one ordinary machine\n")
@@ -39,36 +41,48 @@ def main() -> int:
 
 
 def index_main() -> None:
-    from deltafin.cli.index import index
+    def command() -> click.Command:
+        from deltafin.cli.index import index
 
-    sys.exit(_execute(index, "df-index"))
+        return index
+
+    sys.exit(_execute(command, "df-index"))
 
 
 def fetch_main() -> None:
-    from deltafin.cli.fetch import fetch
+    def command() -> click.Command:
+        from deltafin.cli.fetch import fetch
 
-    sys.exit(_execute(fetch, "df-fetch"))
+        return fetch
+
+    sys.exit(_execute(command, "df-fetch"))
 
 
 def run_main() -> None:
-    from deltafin.cli.run import run
+    def command() -> click.Command:
+        from deltafin.cli.run import run
 
-    sys.exit(_execute(run, "df-run"))
+        return run
+
+    sys.exit(_execute(command, "df-run"))
 
 
 def bench_main() -> None:
-    from deltafin.cli.bench import bench
+    def command() -> click.Command:
+        from deltafin.cli.bench import bench
 
-    sys.exit(_execute(bench, "df-bench"))
+        return bench
+
+    sys.exit(_execute(command, "df-bench"))
 
 
-def _execute(command: click.Command, name: str) -> int:
+def _execute(load: Callable[[], click.Command], name: str) -> int:
     """Runs a command and turns whatever ends it into an exit status and at most one line."""
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller: what would go there is not wanted
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     try:
-        result = command.main(prog_name=name, standalone_mode=False)
+        result = load().main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as e:
@@ -77,6 +91,7 @@ def _execute(command: click.Command, name: str) -> int:
         e.show()
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is let go of; another interrupt could only spoil the ending
         _complain(f"\n{name}: interrupted; what was finished is kept")
         return _INTERRUPTED
     except DeltafinError as e:

@@ -247,7 +247,8 @@ def _size(nbytes: float) -> str:
 
 def _print_pass(cost: PassCost) -> None:
     click.echo(
-        f"\n{cost.resident_layers} of {cost.spine_layers} layers resident ({_size(cost.ram)} of memory): "
+        f"\n{cost.resident_layers} of {cost.spine_layers} layers, the head among them, resident "
+        f"({_size(cost.ram)} of memory): "
         f"{cost.wall_s:.3f} s a pass, critical path {cost.critical_s:.3f} s, ratio {cost.ratio:.3f}"
     )
     click.echo(
@@ -281,8 +282,8 @@ def _print_fullsize(standin: Standin, model: Model, report: fullsize.Report, lim
     plan = model.memory
     if plan is not None:
         click.echo(
-            f"{_size(plan.budget)} of memory: {len(plan.resident)} of {plan.spine_layers} layers resident "
-            f"({_size(plan.resident_nbytes)}), ring {_size(plan.ring_nbytes)}, {plan.slots} slots; "
+            f"{_size(plan.budget)} of memory: {len(plan.resident)} of {plan.spine_layers} layers, the head among them, "
+            f"resident ({_size(plan.resident_nbytes)}), ring {_size(plan.ring_nbytes)}, {plan.slots} slots; "
             f"spine {model.spine_label or 'released'}; read at most here: {_size(limit) + '/s' if limit else 'unknown'}"
         )
     click.echo(

@@ -67,11 +67,11 @@ class ByteSize(click.ParamType[int]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        m = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT])(i?)B?|B)?", str(value).strip(), re.IGNORECASE)
+        m = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGTP])(i?)B?|B)?", str(value).strip(), re.IGNORECASE)
         if m is None:
             self.fail(f"{value!r} is no size; write 500MB, 1.5TB or a number of bytes", param, ctx)
         base = 1024 if m[3] else 1000
-        return int(float(m[1]) * base ** ("KMGT".index(m[2].upper()) + 1 if m[2] else 0))
+        return int(float(m[1]) * base ** ("KMGTP".index(m[2].upper()) + 1 if m[2] else 0))
 
 
 ram_option = click.option(

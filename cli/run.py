@@ -334,7 +334,8 @@ def _memory_lines(engine: Model) -> list[str]:
     assert plan is not None
     kept, room = engine.store.resident_experts
     return [
-        f"memory    {human_nbytes(plan.total)} of {human_nbytes(plan.budget)}: passes of {plan.rows:,} rows, "
-        f"{len(plan.resident)} of {plan.spine_layers} layers resident ({human_nbytes(plan.resident_nbytes)}), "
-        f"{plan.slots} slots, {kept:,} of at most {room:,} experts",
+        f"memory    {human_nbytes(plan.total)} planned of {human_nbytes(plan.budget)}: passes of up to {plan.rows:,} "
+        "rows, "
+        f"{len(plan.resident)} of {plan.spine_layers} layers, the head among them, resident "
+        f"({human_nbytes(plan.resident_nbytes)}), {plan.slots} slots, {kept:,} of at most {room:,} experts",
     ]

@@ -12,7 +12,15 @@ from deltafin.indexer.catalog import GLOBALS, Catalog, RowTable, Span, SpineGrou
 from deltafin.indexer.config import LORA_NORM_EPS, ModelConfig, parse_config
 from deltafin.indexer.layout import Place, Shard
 from deltafin.indexer.models import ModelRef, catalog_names, catalog_path, parse_model, source_of
-from deltafin.indexer.publish import clear_stale, disk_error, make_directory, publish, sync_directory, temporary
+from deltafin.indexer.publish import (
+    clear_stale,
+    discard,
+    disk_error,
+    make_directory,
+    publish,
+    sync_directory,
+    temporary,
+)
 from deltafin.indexer.remote import Expected, RemoteFiles, RemoteStats, RetryPolicy
 from deltafin.indexer.roles import EXPERT_PARTS, LAYER_PREFIX, ExpertPart, expert_layout
 from deltafin.indexer.sources import Location, Source, hub_files
@@ -46,6 +54,7 @@ __all__ = [
     "check_catalog",
     "check_files",
     "clear_stale",
+    "discard",
     "disk_error",
     "expert_layout",
     "hub_files",

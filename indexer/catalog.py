@@ -24,7 +24,7 @@ from deltafin.errors import BadCatalog, DeltafinError, NotFound, OldCatalog
 from deltafin.indexer import roles
 from deltafin.indexer.config import ModelConfig, parse_config
 from deltafin.indexer.layout import Layout, Place, Shard
-from deltafin.indexer.publish import disk_error, publish, temporary
+from deltafin.indexer.publish import discard, disk_error, publish, temporary
 from deltafin.indexer.sources import Location
 
 FORMAT = "deltafin-catalog"
@@ -110,7 +110,7 @@ def write_catalog(path: Path, name: str, location: Location, layout: Layout, fil
     except lmdb.Error as e:
         raise DeltafinError(f"{path}: cannot write the catalog ({e}); is the disk full?") from None
     finally:
-        part.unlink(missing_ok=True)
+        discard(part)
 
 
 class Catalog:

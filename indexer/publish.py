@@ -41,6 +41,12 @@ def publish(part: Path, final: Path) -> None:
     sync_directory(final.parent)
 
 
+def discard(part: Path) -> None:
+    """Removes a temporary file, if it is there. For cleaning up: an error here must not hide the one before it."""
+    with contextlib.suppress(OSError):
+        part.unlink()
+
+
 def make_directory(directory: Path) -> None:
     """Makes a directory and its parents; each new entry survives a power cut."""
     made = []

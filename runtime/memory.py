@@ -20,7 +20,7 @@ DEFAULT_SHARE = 0.75  # of what is available: others want to go on too, and the 
 ROWS = 512  # rows a pass is prepared for when nobody says how many there will be
 TOKENS = 4096  # likewise of a sequence
 # Python, libraries and their heaps, on top of what is in memory when a model is opened.
-OVERHEAD_NBYTES = 64 << 20
+OVERHEAD_NBYTES = 40 << 20
 LEAST_SLOTS = 2
 ROWS_SHARE = 0.5  # of what is free, for the rows of long prompts
 SLOTS_SHARE = 0.5  # of what is free then, so that all reads of a row can be on their way
@@ -91,11 +91,13 @@ def _cgroup_left(proc: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/
     """What each control group that this process is in, and those above it, still allow."""
     left: list[int] = []
     try:
-        lines = proc.read_text().splitlines()
+        lines = proc.read_text(errors="replace").splitlines()
     except OSError:
         return left
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
+        if ".." in path.split("/"):  # outside of the namespace that is mounted here: its top is all that is seen
+            path = "/"
         if controllers == "":
             left += _left_upwards(top, path, "memory.max", "memory.current")
         elif "memory" in controllers.split(","):
@@ -219,9 +221,9 @@ class _Needs:
     def check(self, budget: int) -> None:
         if budget < self.least:
             raise BadRequest(
-                f"{_gb(budget)} of memory are too little: {_gb(self.least)} are needed at least, of which the program "
-                f"takes {_gb(self.program)}, sequences {_gb(self.sequences)}, the spine on its way "
-                f"{_gb(self.spine.least_nbytes)} and experts {_gb(LEAST_SLOTS * self.slot)}; give --ram "
+                f"{_size(budget)} of memory are too little: {_size(self.least)} are needed at least, of which the "
+                f"program takes {_size(self.program)}, sequences {_size(self.sequences)}, the spine on its way "
+                f"{_size(self.spine.least_nbytes)} and experts {_size(LEAST_SLOTS * self.slot)}; give --ram "
                 f"{_ask(self.least)} or more"
             )
 
@@ -300,10 +302,10 @@ class _Spine:
         raise AssertionError("no resident layer takes no memory")
 
 
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes / 1e6:.2f} MB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**10 else f"{-(-nbytes // 10**6):,} MB"
 
 
 def _ask(nbytes: int) -> str:
-    """As --ram takes it, rounded up."""
-    return f"{-(-nbytes // 10**7) * 10}MB"
+    """As --ram takes it, rounded up: what the program takes is not quite the same the next time."""
+    return f"{-(-nbytes // 10**7) * 10 + 10}MB"

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, cycle
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.cext import _io
-from deltafin.indexer import disk_error, make_directory, publish, temporary
+from deltafin.indexer import discard, disk_error, make_directory, publish, temporary
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ MOST_DEPTH = 64
 DIRECT_FROM_NBYTES = 1 << 20
 ENOUGH = 0.95  # of the best rate: more reads at once than that takes only cost memory
 MEASURE_S = 1.5
+_MOST_STATE_NBYTES = 1 << 20
 MEASURE_TURNS = 5
 SPARE_SLOTS = 2  # beyond the depth: a drive has its next work before the last was looked at
 
@@ -352,22 +353,26 @@ def store_depth(state_file: Path, root: Path, depth: int) -> None:
     except OSError as e:
         raise disk_error(e, state_file) from None
     finally:
-        with suppress(OSError):  # never made, or renamed
-            part.unlink()
+        discard(part)
 
 
 def _load(state_file: Path) -> dict[str, tuple[int, int]]:
     """Every (device, depth) by directory. Nothing depends on this file: a damaged one is left to be written anew."""
     try:
+        if not state_file.is_file() or state_file.stat().st_size > _MOST_STATE_NBYTES:
+            if state_file.exists():
+                log.warning("%s: not a small file; depths are measured again", state_file)
+            return {}
         drives = {}
         for path, known in json.loads(state_file.read_bytes()).items():
             device, depth = known["device"], known["depth"]
             if not isinstance(device, int) or not isinstance(depth, int) or not 0 < depth <= MOST_DEPTH:
-                raise ValueError(f"{path}: {known}")
+                raise ValueError
             drives[path] = (device, depth)
         return drives
-    except FileNotFoundError:
+    except OSError as e:
+        log.warning("%s: cannot be read (%s); depths are measured again", state_file, e.strerror)
         return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        log.warning("%s: cannot be read (%s); depths are measured again", state_file, e)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        log.warning("%s: damaged; depths are measured again", state_file)
         return {}

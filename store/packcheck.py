@@ -18,6 +18,7 @@ from deltafin.store.packs import (
     Pack,
     PackPiece,
     model_key,
+    odd_packs,
     open_pack,
     open_packs,
     pack_files,
@@ -77,6 +78,8 @@ def verify_packs(store: Store, progress: Progress | None = None) -> PackReport:
                 return 0, None  # removed while it was being looked at
             return nbytes, f"{e}{_moved_aside(root, path)}"
 
+    for root in store.roots:
+        report.damaged += [f"{path}: not a file{_moved_aside(root, path)}" for path in odd_packs(root.path)]
     every = [(root, path, nbytes) for root in store.roots for path, nbytes in pack_files(root.path)]
     with ThreadPoolExecutor(_VERIFY_THREADS, "verify") as pool:
         for nbytes, complaint in pool.map(one, every):

@@ -17,7 +17,7 @@ from io import FileIO
 import xxhash
 
 from deltafin.errors import BadCatalog, Corrupt, Missing, NoSpace
-from deltafin.indexer import Span, SpineGroup, disk_error, make_directory, publish, temporary
+from deltafin.indexer import Span, SpineGroup, discard, disk_error, make_directory, publish, temporary
 from deltafin.store.arena import own_slot
 from deltafin.store.bulk import free_nbytes
 from deltafin.store.encodings import (
@@ -193,7 +193,7 @@ class _LayerPacker:
         except OSError as e:
             raise disk_error(e, final) from None
         finally:
-            part.unlink(missing_ok=True)
+            discard(part)
         return pack
 
     def _write_pieces(self, f: FileIO, group: SpineGroup) -> tuple[PackPiece, ...]:

@@ -132,7 +132,8 @@ def open_packs(roots: Sequence[Path], catalog: Catalog, shard_ids: Sequence[byte
             except (Corrupt, DiskError) as e:
                 complaints.append(f"{e}; passed over: write it again with df-fetch spine {catalog.name} --as {format}")
     if complaints:
-        more = f" (and {len(complaints) - 1} more packs)" if len(complaints) > 1 else ""
+        others = len(complaints) - 1
+        more = f" (and {others} more pack{'s' * (others > 1)})" if others else ""
         log.warning("%s%s", complaints[0], more)
     return PackSet(format, packs, tuple(complaints))
 
@@ -188,6 +189,15 @@ _PACK_NAME = re.compile(r"layer-\d{5}\.pack")
 
 def pack_name(layer: int) -> str:
     return f"layer-{layer:05}.pack"
+
+
+def odd_packs(root: Path) -> list[Path]:
+    """What is named as a pack but is no file."""
+    return [
+        path
+        for path in sorted((root / "packs").glob("*/*/layer-*.pack"))
+        if _PACK_NAME.fullmatch(path.name) and path.parent.name in list(PackFormat) and not path.is_file()
+    ]
 
 
 def pack_files(root: Path) -> Iterator[tuple[Path, int]]:
@@ -267,6 +277,8 @@ def _parts_json(parts: tuple[Part, ...]) -> dict[str, list[int]]:
 def read_header(path: Path) -> Pack:
     """A pack as its header describes it, checked against itself and the file's length. Raises Corrupt, DiskError."""
     try:
+        if not path.is_file():  # a pipe would wait for a writer
+            raise Corrupt(f"{path}: not a file")
         with open(path, "rb") as f:
             nbytes = os.fstat(f.fileno()).st_size
             prefix = f.read(_PREFIX.size)
@@ -282,6 +294,8 @@ def read_header(path: Path) -> Pack:
 
 
 def _parse(path: Path, nbytes: int, prefix: bytes, rest: bytes) -> Pack:
+    if len(prefix) < _PREFIX.size:
+        raise ValueError(f"it ends after {nbytes} bytes")
     magic, version, room, text_nbytes, digest = _PREFIX.unpack(prefix)
     if magic != _MAGIC:
         raise ValueError("it does not begin like one")

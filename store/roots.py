@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from deltafin.errors import BadCatalog, Corrupt, DiskError
-from deltafin.indexer import Catalog, Span, clear_stale, disk_error, make_directory, publish, temporary
+from deltafin.indexer import Catalog, Span, clear_stale, discard, disk_error, make_directory, publish, temporary
 from deltafin.store.arena import Slot
 from deltafin.store.drive import Drive
 from deltafin.store.objectlog import ObjectEntry, ObjectLog
@@ -75,8 +75,8 @@ class Root:
         if (path, piece.offset) not in self._checked_packed:
             if xxhash.xxh3_128(content.data).digest() != piece.xxh3:
                 raise Corrupt(
-                    f"{path}: damaged at byte {piece.offset}; df-fetch verify moves the pack aside, then make it again "
-                    "with df-fetch spine --as, or go on without it"
+                    f"{path}: damaged at byte {piece.offset}; go on with --spine released, or repair it: df-fetch "
+                    "verify MODEL moves it aside, df-fetch spine MODEL --as .. makes it again"
                 )
             self._checked_packed.add((path, piece.offset))
         return content
@@ -148,7 +148,7 @@ class Root:
                     at += f.write(view[at:])
             publish(part, final)
         finally:
-            part.unlink(missing_ok=True)
+            discard(part)
 
     def quarantine(self, entry: ObjectEntry) -> Path:
         """Moves a damaged object aside, so that it is a miss from now on but can be looked at."""

@@ -29,6 +29,7 @@ from deltafin.indexer import (
     SpineGroup,
     build_catalog,
     catalog_path,
+    discard,
     disk_error,
     k3_config,
     k3_ignored,
@@ -319,7 +320,7 @@ def _write_marker(folder: Path, marker: _Marker) -> None:
             part.write_text(json.dumps(asdict(marker)) + "\n")
             publish(part, path)
         finally:
-            part.unlink(missing_ok=True)
+            discard(part)
     except OSError as e:
         raise disk_error(e, path) from None
 

@@ -31,14 +31,18 @@ def open_native(
     if plan is not None and (ram is not None or want is not None):
         raise BadRequest("ram and want have no effect beside a plan; leave them out")
     if threads is not None:
-        if not 1 <= threads <= MOST_THREADS:
-            raise BadRequest(f"threads is {threads}; expected 1 to {MOST_THREADS}")
+        if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+            raise BadRequest(f"threads is {threads!r}; expected 1 to {MOST_THREADS}")
         _math.set_threads(threads)
     config = store.catalog.config
     packs = _packs(store, spine)
     layers = spine_pieces(store.catalog, lambda layer: matrices(config, layer), packs)
     if plan is None:
         plan = plan_memory(_budget(ram), store.catalog, layers, want or Want(), _math.threads())
+        if plan.total > (most := own_nbytes() + available_nbytes()):
+            log.warning(
+                "%.1f GB of memory are planned and %.1f GB available: expect swapping", plan.total / 1e9, most / 1e9
+            )
     tune(store, plan.slots)
     return Native(store, layers, plan, packs)
 
@@ -46,8 +50,8 @@ def open_native(
 def _budget(ram: int | None) -> int:
     if ram is None:
         return default_budget()
-    if ram > (most := own_nbytes() + available_nbytes()):
-        log.warning("%.1f GB of memory are asked for and %.1f GB are available: expect swapping", ram / 1e9, most / 1e9)
+    if not isinstance(ram, int) or ram < 1:
+        raise BadRequest(f"ram is {ram!r}; expected a number of bytes")
     return ram
 
 

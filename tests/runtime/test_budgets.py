@@ -291,7 +291,9 @@ def test_a_damaged_piece_of_a_pack_is_never_computed_with(tiny_dir, planned, tmp
     for budget in (least, ample):
         with planned(budget, tiny_dir, cache_dir=tmp_path) as model:
             seq = model.sequence()
-            with pytest.raises(Corrupt, match=rf"{pack.path.name}: damaged .*df-fetch spine --as"):
+            with pytest.raises(
+                Corrupt, match=rf"{pack.path.name}: damaged .*--spine released.*df-fetch spine MODEL --as"
+            ):
                 model.forward([Segment(seq, PROMPT)])
             assert len(seq) == 0
 

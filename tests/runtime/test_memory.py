@@ -91,7 +91,7 @@ def test_a_long_prompt_gets_rows_before_layers_stay(k3):
 
 def test_a_budget_that_cannot_work_is_refused_with_numbers_and_what_to_give(k3):
     with pytest.raises(
-        BadRequest, match=r"1.00 GB of memory are too little: \d\.\d\d GB are needed at least.*--ram (\d+)MB"
+        BadRequest, match=r"1,000 MB of memory are too little: 1,\d\d\d MB are needed at least.*--ram (\d+)MB"
     ):
         plan(k3, GB)
     least = m.least_budget(*k3, Want(rows=1, tokens=64), 2)

@@ -464,10 +464,24 @@ def test_a_damaged_file_of_depths_is_ignored_with_one_notice_and_written_anew(tm
     state.write_bytes(text.encode("latin-1"))
     assert load_depth(state, tmp_path) is None
     (notice,) = _notices(caplog)
-    assert notice.startswith(f"{state}: cannot be read")
+    assert notice == f"{state}: damaged; depths are measured again"
     store_depth(state, tmp_path, 8)
     assert load_depth(state, tmp_path) == 8
     assert json.loads(state.read_text()).keys() == {str(tmp_path)}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "huge"])
+def test_what_is_no_small_file_of_depths_is_not_read(tmp_path, caplog, kind):
+    state = tmp_path / "drives.json"
+    if kind == "pipe":
+        os.mkfifo(state)
+    elif kind == "folder":
+        state.mkdir()
+    else:
+        with open(state, "wb") as f:
+            f.truncate(1 << 40)
+    assert load_depth(state, tmp_path) is None
+    assert _notices(caplog) == [f"{state}: not a small file; depths are measured again"]
 
 
 def test_depths_that_cannot_be_kept_are_an_error_and_leave_nothing(tmp_path, monkeypatch):

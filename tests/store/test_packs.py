@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from deltafin.errors import BadCatalog, Corrupt, Missing, NoSpace
+from deltafin.errors import BadCatalog, Corrupt, DiskError, Missing, NoSpace
 from deltafin.store import (
     PackFormat,
     plan_packs,
@@ -426,3 +426,31 @@ def test_progress_counts_every_byte_of_the_source_once(tiny):
     plan = plan_packs(store, PackFormat.BF12, range(9))
     write_packs(store, plan, seen.append)
     assert sum(seen) == plan.source_nbytes
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
+def test_what_is_named_as_a_pack_but_is_no_file_is_passed_over_and_moved_aside(packs, tiny, kind):
+    store, _ = tiny
+    path = packs.paths(store.roots[0].path)[1]
+    path.unlink()
+    {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "loop": lambda: path.symlink_to(path)}[kind]()
+    found = packs.found(store)
+    assert 1 not in found.packs and len(found.complaints) == 1
+    report = verify(store)
+    assert [line for line in report.damaged if f"{path}: not a file; moved to" in line]
+    assert not os.path.lexists(path)
+    packs.write(store, layers=[1])
+    assert 1 in packs.found(store).packs
+
+
+def test_a_read_only_place_is_one_error_and_not_two(packs, tiny, monkeypatch):
+    store, _ = tiny
+
+    def refuse(*args):
+        raise OSError(30, "Read-only file system")
+
+    remove_packs(store, PackFormat.BF12)
+    monkeypatch.setattr("deltafin.store.packing.make_directory", refuse)
+    with pytest.raises(DiskError, match="Read-only file system") as caught:
+        packs.write(store, layers=[2])
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
