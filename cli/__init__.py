@@ -91,7 +91,8 @@ def _execute(load: Callable[[], click.Command], name: str) -> int:
         e.show()
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is let go of; another interrupt could only spoil the ending
+        # All is let go of. Another interrupt could only spoil the ending, so it ends at once.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
         _complain(f"\n{name}: interrupted; what was finished is kept")
         return _INTERRUPTED
     except DeltafinError as e:
