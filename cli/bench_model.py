@@ -114,26 +114,31 @@ def bench_prefill(
     """
     from deltafin.runtime import Model, Want
     from deltafin.runtime.passbench import measure_prefill
-    from deltafin.store import open_store
+    from deltafin.store import open_store, raw_rate
 
     if counts_only and (folder is not None or layers is not None):
         raise BadRequest("--dir and --layers have no effect with --counts-only; leave them out")
     want = Want(rows=rows, tokens=rows)
-    found = {}
-    with open_store(model) as store, Model(store, ram=ram, threads=threads, want=want) as engine:
-        found[model] = _prefill(engine, rows, measure_prefill)
+    found: dict[str, tuple[PrefillCost, float | None]] = {}
+
+    def measure(name: str, store: Store) -> None:
+        rate = raw_rate(store)  # before the model is there: it takes memory of its own
+        with Model(store, ram=ram, threads=threads, want=want) as engine:
+            found[name] = _prefill(engine, rows, measure_prefill), rate
+
+    with open_store(model) as store:
+        measure(model, store)
     if not counts_only:
         standin = _few_layers(folder, layers)
-        with (
-            open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store,
-            Model(store, ram=ram, threads=threads, want=want) as engine,
-        ):
-            found[f"{layers or LAYERS} layers of Kimi K3's dimensions"] = _prefill(engine, rows, measure_prefill)
+        with open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store:
+            measure(f"{layers or LAYERS} layers of Kimi K3's dimensions", store)
     if as_json:
-        print_json({name: {**asdict(cost), "excess": cost.excess} for name, cost in found.items()})
+        print_json(
+            {name: {**asdict(cost), "excess": cost.excess, "raw_rate": rate} for name, (cost, rate) in found.items()}
+        )
         return
-    for name, cost in found.items():
-        _print_prefill(name, cost)
+    for name, (cost, rate) in found.items():
+        _print_prefill(name, cost, rate)
 
 
 @click.command("fullsize")
@@ -265,13 +270,14 @@ def _causes(parts: LayerTimes, passes: int) -> str:
     )
 
 
-def _print_prefill(name: str, cost: PrefillCost) -> None:
+def _print_prefill(name: str, cost: PrefillCost, rate: float | None) -> None:
+    at_most = f", at the drive's best rate {cost.read_nbytes / rate:.2f} s" if rate else ""
     click.echo(
         f"{name}: {cost.rows} rows in {cost.passes} pass{'es' * (cost.passes > 1)}, {cost.wall_s:.2f} s\n"
         f"  experts  {cost.expert_visits:,} asked for ({_size(cost.expert_nbytes)}), {cost.unique_experts:,} chosen: "
         f"{cost.excess:.3f} of what is needed\n"
         f"  layers   {cost.spine_visits:,} visits of {cost.layers + 1} with the globals\n"
-        f"  reading  {_size(cost.read_nbytes)} from drives\n"
+        f"  reading  {_size(cost.read_nbytes)} from drives{at_most}\n"
         f"  compute  {cost.flop / 1e12:.2f} TFLOP, at the peak {cost.flop_limit_s:.2f} s\n"
         f"  {_causes(cost.parts, 1)}"
     )

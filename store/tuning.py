@@ -54,6 +54,8 @@ def raw_rate(store: Store) -> float | None:
 
     None where it cannot be known: through the page cache, or with nothing here.
     """
+    if store.catalog.expert_nbytes < DIRECT_FROM_NBYTES:
+        return None
     drive, reads = max(_reads_by_drive(store), key=lambda pair: len(pair[1]))
     report = _measure(drive, reads, store.catalog.expert_nbytes, max(DEPTHS)) if reads else None
     return None if report is None else max(report.rates.values())
