@@ -90,9 +90,10 @@ def _execute(load: Callable[[], click.Command], name: str) -> int:
     except click.ClickException as e:
         e.show()
         return e.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        # All is let go of. Another interrupt could only spoil the ending, so it ends at once.
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+    except (KeyboardInterrupt, click.Abort) as e:
+        if isinstance(e, KeyboardInterrupt) or isinstance(e.__cause__, KeyboardInterrupt):
+            # All is let go of. Another interrupt could only spoil the ending, so it ends at once.
+            signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
         _complain(f"\n{name}: interrupted; what was finished is kept")
         return _INTERRUPTED
     except DeltafinError as e:
