@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,19 +159,20 @@ def bench_fullsize(
 
     standin = _standin(folder or default_cache() / "stand-in")
     want = Want(rows=1, tokens=tokens + 1)
-    with ExitStack() as stack:
-        store = stack.enter_context(open_store(standin.model, cache_dir=standin.cache_dir, offline=True))
+    with open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store:
         packs = RELEASED if spine in (None, RELEASED) else _standin_packs(store, spine)
-        limit = raw_rate(store)  # before the model is there: it takes memory of its own
-        model = stack.enter_context(Model(store, ram=ram, threads=threads, want=want, spine=packs))
-        with _layers_bar(model, tokens) as bar:
+        limits = [raw_rate(store)]  # not while the model is there: it takes memory of its own
+        with Model(store, ram=ram, threads=threads, want=want, spine=packs) as model, _layers_bar(model, tokens) as bar:
             report = fullsize.measure(model, tokens=tokens, progress=bar)
-        if as_json:
-            memory = model.memory.as_json() if model.memory is not None else None
-            print_json({**_about(standin), **asdict(report), "raw_rate": limit, "memory": memory,
-                        "spine": model.spine_label or "released"})  # fmt: skip
-            return
-        _print_fullsize(standin, model, report, limit)
+    with open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store:
+        limits.append(raw_rate(store))
+    limit = max((rate for rate in limits if rate is not None), default=None)
+    if as_json:
+        memory = model.memory.as_json() if model.memory is not None else None
+        print_json({**_about(standin), **asdict(report), "raw_rate": limit, "memory": memory,
+                    "spine": model.spine_label or "released"})  # fmt: skip
+        return
+    _print_fullsize(standin, model, report, limit)
 
 
 # ---- stand-ins -------------------------------------------------------------------------------------------
