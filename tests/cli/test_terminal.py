@@ -132,7 +132,7 @@ def slow_run(range_server, demo_dir, demo_cache, tmp_path_factory):
             with open_store(REPO, cache_dir=cache, offline=True) as store:
                 items = expert_items(store.catalog, store.catalog.config.moe_layers, range(32))
                 remove(store, items)
-            server.set_mode("slow_drip", bytes=65536, every=0.06)
+            server.set_mode("slow_drip", bytes=65536, every=0.15)
             return _on_terminal(["df-run", REPO, *PROMPT], cache, **keywords)
 
     return run
