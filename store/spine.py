@@ -34,7 +34,7 @@ Submit = Callable[[Span, Packed | None, Bytes, Future[Bytes]], None]
 Uses = Callable[[int], Sequence[str]]
 
 HEAD = "lm_head.weight"
-_FINAL_PREFIX = "language_model.model."
+FINAL_PREFIX = "language_model.model."
 _DTYPES: dict[str, type[np.generic]] = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
 
 
@@ -88,10 +88,6 @@ class LayerPieces:
     prefix: str
 
     @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in (*self.held, *self.streamed))
-
-    @property
     def held_nbytes(self) -> int:
         """Memory for what is held."""
         return sum(slot_nbytes(p.nbytes) for p in self.held)
@@ -108,7 +104,7 @@ def spine_pieces(catalog: Catalog, uses: Uses, packs: PackSet | None = None) -> 
         _layer_pieces(catalog, n, f"{LAYER_PREFIX}{n}.", uses(n), packs.layer(n) if packs is not None else None)
         for n in range(catalog.config.num_layers)
     ]
-    final = _layer_pieces(catalog, GLOBALS, _FINAL_PREFIX, (), None)
+    final = _layer_pieces(catalog, GLOBALS, FINAL_PREFIX, (), None)
     table = catalog.head()
     hidden = table.tensor.shape[1]
     head = tuple(

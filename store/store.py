@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,21 +26,20 @@ from deltafin.indexer import (
     expert_layout,
 )
 from deltafin.store.arena import Arena, Slot, own_slot, slot_nbytes
-from deltafin.store.drive import Drive
+from deltafin.store.drive import Drive, wait_out
 from deltafin.store.encodings import PackFormat
 from deltafin.store.landing import Landing
 from deltafin.store.objectlog import ObjectEntry, span_key
 from deltafin.store.packs import Packed, PackSet, open_packs
 from deltafin.store.plausible import implausible
 from deltafin.store.roots import Root, ShardDirectory
-from deltafin.store.spine import tensor_of
+from deltafin.store.spine import FINAL_PREFIX, tensor_of
 from deltafin.store.stats import StoreStats
 from deltafin.store.tier import ExpertTier
 
 log = logging.getLogger(__name__)
 
 WORKERS = 8  # transfers at once, and slots while nothing is known of the memory there is
-_FINAL_PREFIX = "language_model.model."
 _FETCH_ATTEMPTS = 3  # of a span whose bytes arrive complete but cannot be right
 
 
@@ -186,7 +185,7 @@ class Store:
     def final(self) -> dict[str, npt.NDArray[np.generic]]:
         """The global norms by short name, like `spine`."""
         self.stats.visit_spine(GLOBALS)
-        return self._read_group(self.catalog.spine(GLOBALS), _FINAL_PREFIX)
+        return self._read_group(self.catalog.spine(GLOBALS), FINAL_PREFIX)
 
     def experts(self, layer: int, ids: Sequence[int]) -> Landing:
         """The experts `ids` of a layer as they land, in any order, each once; reading starts now.
@@ -515,17 +514,12 @@ def _result(future: Future[Slot]) -> Slot:
 
 
 def _wait_all(futures: Sequence[Future[Slot]]) -> None:
-    """Waits for every read: they write into shared memory. After a failure those not begun are dropped.
-
-    Raises the first failure.
-    """
+    """Waits for every read. After a failure those not begun are dropped; raises the first failure."""
     try:
         for future in futures:
             _result(future)
     except BaseException:
-        for future in futures:
-            future.cancel()
-        wait(futures)
+        wait_out(futures)
         raise
 
 
