@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltafin.errors import Missing
+from deltafin.store.fetcher import WORKERS
 from deltafin.store.selection import Item
-from deltafin.store.store import WORKERS, Store
+from deltafin.store.store import Store
 
 Landed = Callable[[Item], None]
 

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future
-from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from deltafin.errors import BadRequest, Corrupt, DeltafinError, DiskError, Missing, NoSpace
+from deltafin.errors import BadRequest, DeltafinError, Missing
 from deltafin.indexer import (
     GLOBALS,
     LAYER_PREFIX,
     Catalog,
-    Expected,
     RemoteFiles,
     RowTable,
     Span,
     SpineGroup,
-    expert_layout,
 )
 from deltafin.store.arena import Arena, Slot, own_slot, slot_nbytes
+from deltafin.store.digests import Digests
 from deltafin.store.drive import Drive, wait_out
 from deltafin.store.encodings import PackFormat
+from deltafin.store.fetcher import WORKERS, Fetcher
 from deltafin.store.landing import Landing
-from deltafin.store.objectlog import ObjectEntry, span_key
+from deltafin.store.local import Local
 from deltafin.store.packs import Packed, PackSet, open_packs
-from deltafin.store.plausible import implausible
 from deltafin.store.roots import Root, ShardDirectory
 from deltafin.store.spine import FINAL_PREFIX, tensor_of
 from deltafin.store.stats import StoreStats
 from deltafin.store.tier import ExpertTier
-
-log = logging.getLogger(__name__)
-
-WORKERS = 8  # transfers at once, and slots while nothing is known of the memory there is
-_FETCH_ATTEMPTS = 3  # of a span whose bytes arrive complete but cannot be right
 
 
 class Store:
@@ -63,15 +53,10 @@ class Store:
         self.roots = tuple(roots)
         self.shard_directories = tuple(shard_directories)
         self.stats = StoreStats()
-        self._open_remote = remote
-        self._remote: RemoteFiles | None = None
-        self._remote_lock = threading.Lock()
         self._closed = False
-        self._keeps = True  # False once the disk is full
-        self._keeping_lock = threading.Lock()
-        self._layout = expert_layout(catalog.config)
-        self._shard_ids = [_shard_id(catalog, i) for i in range(len(catalog.shards))]
-        self._line = Drive(Path("http"), depth=WORKERS)  # only its queue: reads come from the network
+        self._digests = Digests(catalog, self.roots)
+        self._local = Local(self.roots, self.shard_directories, self._digests, self.stats)
+        self._fetcher = Fetcher(catalog, self.roots[0], remote, self._digests, self.stats)
         self._arena: Arena | None = None  # of all slots
         self._slots: list[Slot] | None = None  # free ones; None until they are made
         self._tier = ExpertTier([])
@@ -90,12 +75,10 @@ class Store:
         if self._closed:
             return
         self._closed = True
-        if self._remote is not None:
-            self._remote.stop()
-        for drive in (self._line, *self.drives):
+        self._fetcher.stop()
+        for drive in self.drives:
             drive.close()
-        if self._remote is not None:
-            self._remote.close()
+        self._fetcher.close()
         try:
             for root in self.roots:
                 if root.writable:
@@ -105,35 +88,31 @@ class Store:
 
     def interrupt(self) -> None:
         """Ends transfers of all threads soon, for a command that was interrupted; only closing makes sense after."""
-        if self._remote is not None:
-            self._remote.stop()
+        self._fetcher.stop()
 
     @property
     def remote(self) -> RemoteFiles | None:
         """The connection, opened on first use; None when this store is local or offline."""
-        with self._remote_lock:
-            if self._remote is None and self._open_remote is not None:
-                self._remote = self._open_remote()
-            return self._remote
+        return self._fetcher.remote
 
     @property
     def drives(self) -> tuple[Drive, ...]:
         """The readers of all roots and shard directories."""
-        return (*(root.drive for root in self.roots), *(folder.drive for folder in self.shard_directories))
+        return self._local.drives
 
     @property
     def requests(self) -> int:
         """HTTP exchanges so far, redirects included."""
-        return self._remote.stats.requests if self._remote is not None else 0
+        return self._fetcher.requests
 
     @property
     def pause_left_s(self) -> float:
         """Seconds that the server has asked to wait before the next request."""
-        return self._remote.pause_left_s if self._remote is not None else 0.0
+        return self._fetcher.pause_left_s
 
     @property
     def may_fetch(self) -> bool:
-        return self._open_remote is not None
+        return self._fetcher.open
 
     # ---- what the runtime asks for ------------------------------------------------------------------
 
@@ -279,17 +258,16 @@ class Store:
 
     def key(self, span: Span) -> bytes:
         """How object logs name a span: independent of catalogs, paths and hosts."""
-        return span_key(self._shard_ids[span.shard], span.offset, span.nbytes)
+        return self._digests.key(span)
 
     @property
     def shard_ids(self) -> tuple[bytes, ...]:
         """32 bytes for each shard of the catalog that name its content."""
-        return tuple(self._shard_ids)
+        return self._digests.shard_ids
 
     def is_local(self, span: Span) -> bool:
         """Whether a span is on this machine, as an object or in an original shard."""
-        key = self.key(span)
-        return any(root.find(key) for root in self.roots) or any(d.has(span.shard) for d in self.shard_directories)
+        return self._local.has(span)
 
     def submit(
         self,
@@ -304,7 +282,8 @@ class Store:
 
         `future` as in `Drive.submit`.
         """
-        return _submit(self._queue_of(span), lambda: self.read(span, slot, expert=expert), urgent, future)
+        queue = self._local.queue_of(span) or self._fetcher.drive
+        return _submit(queue, lambda: self.read(span, slot, expert=expert), urgent, future)
 
     def submit_piece(self, span: Span, packed: Packed | None, slot: Slot, future: Future[Slot]) -> None:
         """Like `submit` for a piece of the spine, as released or in its packed form."""
@@ -326,88 +305,21 @@ class Store:
         `expert` lets it judge bytes that nobody vouches for. Without `keep`, what comes over HTTP is checked as always
         but makes no object.
         """
-        content = self._read_local(span, lambda r, e: r.read(e, slot), lambda d: d.read(span, slot))
+        content = self._local.read(span, slot, last_resort=not self.may_fetch)
         if content is None:
             content = slot[: span.nbytes]
             self._fetch(span, content.data, expert, keep=keep)
         return content
 
-    def _queue_of(self, span: Span) -> Drive:
-        """Where a read waits. Only records are looked at: asking a busy disk about files would hold up the caller."""
-        key = self.key(span)
-        for root in self.roots:
-            if key in root.log.entries:
-                return root.drive
-        for directory in self.shard_directories:
-            if directory.has(span.shard):
-                return directory.drive
-        return self._line
-
     def fetch(self, span: Span, view: memoryview, *, expert: tuple[int, int] | None = None) -> None:
         """Brings a span over HTTP and keeps it; unlike `read` it raises when it cannot be kept."""
-        self._fetch(span, view, expert, keep_or_fail=True)
+        self._fetch(span, view, expert, or_fail=True)
 
     def _read_part(self, span: Span, at: int, view: memoryview) -> None:
-        def of_object(root: Root, entry: ObjectEntry) -> memoryview:
-            root.read_part(entry, at, view)
-            return view
-
-        def of_shard(directory: ShardDirectory) -> memoryview:
-            directory.read_part(span, at, view)
-            return view
-
-        if self._read_local(span, of_object, of_shard) is None:
+        if not self._local.read_part(span, at, view, last_resort=not self.may_fetch):
             whole = bytearray(span.nbytes)
             self._fetch(span, memoryview(whole), None)
             view[:] = memoryview(whole)[at : at + len(view)]
-
-    def _read_local(
-        self, span: Span, of_object: Callable[[Root, ObjectEntry], _Read], of_shard: Callable[[ShardDirectory], _Read]
-    ) -> _Read | None:
-        """From an object, or a shard in place, whatever can be read first; None if nothing has the span."""
-        key = self.key(span)
-        failure: DeltafinError | None = None
-        for root in self.roots:
-            if (entry := root.find(key)) is None:
-                continue
-            try:
-                content = of_object(root, entry)
-                self.stats.add(object_spans=1, object_nbytes=len(content))
-                return content
-            except Corrupt as e:
-                failure = self._set_aside(root, entry, e)
-            except DiskError as e:
-                failure = self._note(e)
-        for directory in self.shard_directories:
-            if not directory.has(span.shard):
-                continue
-            try:
-                content = of_shard(directory)
-                self.stats.add(shard_spans=1, shard_nbytes=len(content))
-                return content
-            except DiskError as e:
-                failure = self._note(e)
-        if failure is not None and not self.may_fetch:
-            raise failure
-        return None
-
-    def _set_aside(self, root: Root, entry: ObjectEntry, error: Corrupt) -> Corrupt:
-        self.stats.add(corrupt_objects=1)
-        if not root.writable:
-            log.warning("%s; passed over", error)
-            return error
-        try:
-            aside = root.quarantine(entry)
-        except DiskError as e:
-            log.warning("%s; passed over (%s)", error, e)
-            return error
-        log.warning("%s; moved to %s", error, aside)
-        return Corrupt(f"{error}; it was moved to {aside}; fetch it again with df-fetch")
-
-    def _note(self, error: DiskError) -> DiskError:
-        self.stats.add(disk_errors=1)
-        log.warning("%s", error)
-        return error
 
     def _fetch(
         self,
@@ -416,58 +328,11 @@ class Store:
         expert: tuple[int, int] | None,
         *,
         keep: bool = True,
-        keep_or_fail: bool = False,
+        or_fail: bool = False,
     ) -> None:
-        remote = self.remote
-        if remote is None:
+        if not self.may_fetch:
             raise Missing(self._how_to_get(span, expert))
-        shard = self.catalog.shards[span.shard]
-        expected = Expected(shard.nbytes, shard.sha256 or shard.etag, self.catalog.location.commit)
-        complaint = None
-        for _ in range(_FETCH_ATTEMPTS):
-            remote.read_into(shard.name, span.offset, view, expected)
-            self.stats.add(http_spans=1, http_nbytes=span.nbytes)
-            complaint = self._complaint(span, view, expert)
-            if complaint is None:
-                break
-            self.stats.add(refused_spans=1)
-            log.warning("%s at %d: %s; fetching again", shard.name, span.offset, complaint)
-        else:
-            what = "" if expert is None else f" (expert {expert[1]} of layer {expert[0]})"
-            raise Corrupt(
-                f"{shard.name}: bytes {span.offset} to {span.offset + span.nbytes - 1}{what}: {complaint}, "
-                f"in {_FETCH_ATTEMPTS} transfers; nothing of it was kept; is the server or a proxy at fault?"
-            )
-        if not keep:
-            return
-        if self._keeps or keep_or_fail:
-            try:
-                self.roots[0].publish(self.key(span), view)
-            except (NoSpace, DiskError) as e:
-                if keep_or_fail:
-                    raise
-                self._stop_keeping(e)
-                self.stats.add(unkept_spans=1)
-        else:
-            self.stats.add(unkept_spans=1)
-
-    def _stop_keeping(self, error: DeltafinError) -> None:
-        """Several threads may find the disk full at once; it is said once."""
-        with self._keeping_lock:
-            first, self._keeps = self._keeps, False
-        if first:
-            log.warning("%s; going on without keeping what is fetched", error)
-
-    def _complaint(self, span: Span, view: memoryview, expert: tuple[int, int] | None) -> str | None:
-        """Why fetched bytes cannot be right: they contradict a digest on record, or cannot be an expert."""
-        key = self.key(span)
-        for root in self.roots:
-            known = root.log.entries.get(key)
-            if known is not None and hashlib.sha256(view).digest() != known.sha256:
-                return f"the bytes contradict the digest on record in {root.log.path} (df-fetch rm forgets it)"
-        if expert is not None:
-            return implausible(np.frombuffer(view, np.uint8), self._layout)
-        return None
+        self._fetcher.fetch(span, view, expert, keep=keep, or_fail=or_fail)
 
     def _how_to_get(self, span: Span, expert: tuple[int, int] | None) -> str:
         if expert is not None:
@@ -496,9 +361,6 @@ class Store:
         return self._tables[which]
 
 
-_Read = TypeVar("_Read", Slot, memoryview)
-
-
 def _submit(queue: Drive, work: Callable[[], Slot], urgent: bool, future: Future[Slot] | None) -> Future[Slot]:
     try:
         return queue.submit(work, urgent=urgent, future=future)
@@ -521,12 +383,3 @@ def _wait_all(futures: Sequence[Future[Slot]]) -> None:
     except BaseException:
         wait_out(futures)
         raise
-
-
-def _shard_id(catalog: Catalog, number: int) -> bytes:
-    """32 bytes that name a shard's content: its published SHA-256, else where and what it is."""
-    shard, location = catalog.shards[number], catalog.location
-    if shard.sha256 is not None:
-        return bytes.fromhex(shard.sha256)
-    parts = (location.repo or "", location.commit or "", shard.name, str(shard.nbytes), shard.header_sha256)
-    return hashlib.sha256("\n".join(("deltafin shard", *parts, shard.etag or "")).encode()).digest()

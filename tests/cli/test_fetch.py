@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from deltafin.store import all_items, expert_items, open_store
-from deltafin.store.store import WORKERS
+from deltafin.store.fetcher import WORKERS
 
 EXPERT = 3264  # bytes of an expert of tiny
 REPO = "org/tiny"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deltafin.store import all_items, open_store
-from deltafin.store.store import WORKERS
+from deltafin.store.fetcher import WORKERS
 
 REPO = "org/demo"
 STORY = ["--prompt", "Once upon a time there was a little fox", "--max-new", "60"]

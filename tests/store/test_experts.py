@@ -13,7 +13,7 @@ import pytest
 
 from deltafin.errors import BadRequest, DeltafinError, DiskError, Missing
 from deltafin.store import drive, slot_nbytes
-from deltafin.store.store import WORKERS
+from deltafin.store.fetcher import WORKERS
 
 LAYER = 3
 ALL = list(range(16))  # twice as many as there are workers

@@ -1,0 +1,143 @@
+"""Spans that come over the network, and are kept."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from deltafin.errors import Corrupt, DeltafinError, DiskError, NoSpace
+from deltafin.indexer import Catalog, Expected, RemoteFiles, Span, expert_layout
+from deltafin.store.digests import Digests
+from deltafin.store.drive import Drive
+from deltafin.store.plausible import implausible
+from deltafin.store.roots import Root
+from deltafin.store.stats import StoreStats
+
+log = logging.getLogger(__name__)
+
+WORKERS = 8  # transfers at once
+_ATTEMPTS = 3  # at a span whose bytes arrive complete but cannot be right
+
+
+class Fetcher:
+    """Fetches spans and makes them objects of `root`. Thread-safe.
+
+    `remote` opens the connection when the first span is asked for; None means that no socket is ever opened.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        root: Root,
+        remote: Callable[[], RemoteFiles] | None,
+        digests: Digests,
+        stats: StoreStats,
+    ) -> None:
+        self._catalog = catalog
+        self._root = root
+        self._digests = digests
+        self._stats = stats
+        self._layout = expert_layout(catalog.config)
+        self._open = remote
+        self._remote: RemoteFiles | None = None
+        self._lock = threading.Lock()
+        self._keeps = True  # False once the disk is full
+        self.drive = Drive(Path("http"), depth=WORKERS)  # only its queue: reads come from the network
+
+    @property
+    def open(self) -> bool:
+        """Whether anything may be fetched."""
+        return self._open is not None
+
+    @property
+    def remote(self) -> RemoteFiles | None:
+        """The connection, opened on first use; None where there is none."""
+        with self._lock:
+            if self._remote is None and self._open is not None:
+                self._remote = self._open()
+            return self._remote
+
+    @property
+    def requests(self) -> int:
+        """HTTP exchanges so far, redirects included."""
+        return self._remote.stats.requests if self._remote is not None else 0
+
+    @property
+    def pause_left_s(self) -> float:
+        """Seconds that the server has asked to wait before the next request."""
+        return self._remote.pause_left_s if self._remote is not None else 0.0
+
+    def stop(self) -> None:
+        """Ends transfers of all threads soon; only closing makes sense after."""
+        if self._remote is not None:
+            self._remote.stop()
+
+    def close(self) -> None:
+        self.stop()
+        self.drive.close()
+        if self._remote is not None:
+            self._remote.close()
+
+    def fetch(
+        self,
+        span: Span,
+        view: memoryview,
+        expert: tuple[int, int] | None,
+        *,
+        keep: bool = True,
+        or_fail: bool = False,
+    ) -> None:
+        """Fills `view` with a span. `keep` makes it an object: if it cannot, that is said once, or raised (`or_fail`).
+
+        `expert` lets it judge bytes that nobody vouches for. Raises Corrupt or NetworkError, then nothing is kept.
+        """
+        remote = self.remote
+        assert remote is not None
+        shard = self._catalog.shards[span.shard]
+        expected = Expected(shard.nbytes, shard.sha256 or shard.etag, self._catalog.location.commit)
+        complaint = None
+        for _ in range(_ATTEMPTS):
+            remote.read_into(shard.name, span.offset, view, expected)
+            self._stats.add(http_spans=1, http_nbytes=span.nbytes)
+            complaint = self._complaint(span, view, expert)
+            if complaint is None:
+                break
+            self._stats.add(refused_spans=1)
+            log.warning("%s at %d: %s; fetching again", shard.name, span.offset, complaint)
+        else:
+            what = "" if expert is None else f" (expert {expert[1]} of layer {expert[0]})"
+            raise Corrupt(
+                f"{shard.name}: bytes {span.offset} to {span.offset + span.nbytes - 1}{what}: {complaint}, "
+                f"in {_ATTEMPTS} transfers; nothing of it was kept; is the server or a proxy at fault?"
+            )
+        if keep:
+            self._publish(span, view, or_fail)
+
+    def _publish(self, span: Span, view: memoryview, or_fail: bool) -> None:
+        if not self._keeps and not or_fail:
+            self._stats.add(unkept_spans=1)
+            return
+        try:
+            self._root.publish(self._digests.key(span), view)
+        except (NoSpace, DiskError) as e:
+            if or_fail:
+                raise
+            self._stop_keeping(e)
+            self._stats.add(unkept_spans=1)
+
+    def _stop_keeping(self, error: DeltafinError) -> None:
+        """Several threads may find the disk full at once; it is said once."""
+        with self._lock:
+            first, self._keeps = self._keeps, False
+        if first:
+            log.warning("%s; going on without keeping what is fetched", error)
+
+    def _complaint(self, span: Span, view: memoryview, expert: tuple[int, int] | None) -> str | None:
+        """Why fetched bytes cannot be right: they contradict a digest on record, or cannot be an expert."""
+        if (contradiction := self._digests.contradiction(span, view)) is not None:
+            return contradiction
+        return None if expert is None else implausible(np.frombuffer(view, np.uint8), self._layout)
