@@ -22,7 +22,7 @@ COMMANDS = {
     "df-index": "where every byte of a model lies: build, show, check, list",
     "df-fetch": "bring a model's bytes to this machine: warm, spine, all, status, verify, rm",
     "df-run": "continue a prompt with a model",
-    "df-bench": "measure this machine in the terms the engine works in: kernels, io, pass, prefill, fullsize",
+    "df-bench": "measure this machine in the terms the engine works in: kernels, io, http, pass, prefill, fullsize",
 }
 
 _INTERRUPTED = 130

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deltafin import __version__
+from deltafin.cli.bench_http import bench_http
 from deltafin.cli.bench_io import bench_io
 from deltafin.cli.bench_model import bench_fullsize, bench_pass, bench_prefill
 from deltafin.cli.options import json_option, options, print_json, verbose_option
@@ -72,5 +73,5 @@ def _as_json(report: Report) -> dict[str, object]:
     return {"isa": report.isa, "turns": report.turns, "arena_nbytes": report.arena_nbytes, "rates": rates}
 
 
-for command in (bench_io, bench_pass, bench_prefill, bench_fullsize):
+for command in (bench_io, bench_http, bench_pass, bench_prefill, bench_fullsize):
     bench.add_command(command)

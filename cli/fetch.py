@@ -15,6 +15,7 @@ from deltafin.cli.options import (
     cache_option,
     fetch_with_consent,
     json_option,
+    mirror_option,
     offline_option,
     opened_store,
     options,
@@ -42,9 +43,12 @@ def fetch() -> None:
     """
 
 
-_fetching = options(revision_option, cache_option, root_option, offline_option, yes_option, verbose_option)
+_fetching = options(
+    revision_option, cache_option, root_option, mirror_option, offline_option, yes_option, verbose_option
+)
 _looking = options(json_option, revision_option, cache_option, root_option, verbose_option)
 _layers = click.option("--layers", metavar="LIST", help="Layers like 1-5,9 (default: all with experts).")
+_WAITING = "df-fetch: a run is using the line; going on whenever it leaves it free"
 _experts = click.option("--experts", metavar="LIST", help="Expert numbers like 0-15 (default: all).")
 
 
@@ -66,6 +70,7 @@ def fetch_warm(
     revision: str | None,
     cache_dir: Path | None,
     roots: tuple[Path, ...],
+    mirrors: tuple[str, ...],
     offline: bool,
     yes: bool,
 ) -> None:
@@ -75,7 +80,9 @@ def fetch_warm(
     """
     from deltafin.store import plan_fetch
 
-    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
+    with opened_store(
+        model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision, mirrors=mirrors
+    ) as store:
         items = _wanted_experts(store.catalog, layers, experts, trace)
         plan = plan_fetch(store, items, limit)
         fetch_with_consent(store, plan, f"experts of {model}", yes=yes)
@@ -129,6 +136,7 @@ def fetch_spine(
     revision: str | None,
     cache_dir: Path | None,
     roots: tuple[Path, ...],
+    mirrors: tuple[str, ...],
     offline: bool,
     yes: bool,
 ) -> None:
@@ -141,7 +149,9 @@ def fetch_spine(
     """
     from deltafin.store import PackFormat, parse_numbers, plan_fetch, spine_items
 
-    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
+    with opened_store(
+        model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision, mirrors=mirrors
+    ) as store:
         every = range(store.catalog.config.num_layers)
         chosen = list(every) if layers is None else parse_numbers(layers, every, "--layers")
         items = spine_items(store.catalog)
@@ -187,19 +197,37 @@ def _pack_spine(store: Store, format: PackFormat, layers: list[int], beside: Fet
 
 @fetch.command("all")
 @click.argument("model")
+@click.option("--idle", is_flag=True, help="Use only what a run leaves free: wait while one fetches, and go last.")
 @_fetching
 def fetch_all(
-    model: str, revision: str | None, cache_dir: Path | None, roots: tuple[Path, ...], offline: bool, yes: bool
+    model: str,
+    idle: bool,
+    revision: str | None,
+    cache_dir: Path | None,
+    roots: tuple[Path, ...],
+    mirrors: tuple[str, ...],
+    offline: bool,
+    yes: bool,
 ) -> None:
     """Fetch the whole text model, shard by shard in file order.
 
+    With --idle it may run beside df-run all the time: no span is begun while a run on the same cache fetches, two are
+    fetched at once, and every other program on the machine goes first.
+
     Example: df-fetch all demo
     """
-    from deltafin.store import all_items, plan_fetch
+    from deltafin.store import Idle, all_items, lower_priority, plan_fetch
 
-    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
+    if idle:
+        lower_priority()
+    with opened_store(
+        model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision, mirrors=mirrors
+    ) as store:
+        if idle and store.catalog.location.path is not None:
+            raise BadRequest(f"--idle has no effect for {model}: its shards are on this machine")
         plan = plan_fetch(store, all_items(store.catalog))
-        fetch_with_consent(store, plan, model, yes=yes)
+        behind = Idle(store.roots[0].path, lambda: click.echo(_WAITING, err=True)) if idle else None
+        fetch_with_consent(store, plan, model, yes=yes, idle=behind)
         _report(plan)
 
 

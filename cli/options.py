@@ -18,7 +18,7 @@ import click
 from deltafin.errors import BadRequest, NoSpace
 
 if TYPE_CHECKING:
-    from deltafin.store import FetchPlan, Item, Store
+    from deltafin.store import FetchPlan, Idle, Item, Store
 
 # Fetching or removing more than this is announced first.
 ASK_ABOVE_NBYTES = 1_000_000_000
@@ -52,6 +52,14 @@ root_option = click.option(
 )
 revision_option = click.option("--revision", metavar="REV", help="Commit, tag or branch of a repository.")
 offline_option = click.option("--offline", is_flag=True, help="Open no socket; what is missing is an error.")
+mirror_option = click.option(
+    "--mirror",
+    "mirrors",
+    multiple=True,
+    metavar="URL",
+    help="Where the shards lie too, below this address; asked before the hub, without a token. {repo} and {commit} "
+    "are filled in. Repeatable, in order (default: DELTAFIN_MIRRORS, separated by spaces).",
+)
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask before large transfers or removals.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for programs.")
 verbose_option = click.option(
@@ -106,7 +114,13 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def opened_store(
-    model: str, *, cache_dir: Path | None, roots: Sequence[Path], offline: bool, revision: str | None
+    model: str,
+    *,
+    cache_dir: Path | None,
+    roots: Sequence[Path],
+    offline: bool,
+    revision: str | None,
+    mirrors: Sequence[str] = (),
 ) -> Iterator[Store]:
     """A store for a command; Ctrl-C ends its transfers at once. Builds a missing catalog, with progress."""
     from deltafin.cli.progress import Progress
@@ -123,7 +137,13 @@ def opened_store(
 
     with (
         open_store(
-            model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision, progress=indexed
+            model,
+            cache_dir=cache_dir,
+            roots=roots,
+            offline=offline,
+            revision=revision,
+            progress=indexed,
+            mirrors=mirrors,
         ) as store,
         interruptible(store),
     ):
@@ -145,10 +165,12 @@ def interruptible(store: Store) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def fetch_with_consent(store: Store, plan: FetchPlan, label: str, *, yes: bool, also_nbytes: int = 0) -> None:
+def fetch_with_consent(
+    store: Store, plan: FetchPlan, label: str, *, yes: bool, also_nbytes: int = 0, idle: Idle | None = None
+) -> None:
     """Fetches a plan with progress; announces it first if it is large, and then needs a yes.
 
-    `also_nbytes` is what the command may fetch later on, beyond the plan.
+    `also_nbytes` is what the command may fetch later on, beyond the plan. `idle` leaves the line to a run.
     """
     from deltafin import store as room
     from deltafin.cli.progress import Progress, human_nbytes, human_seconds
@@ -169,7 +191,7 @@ def fetch_with_consent(store: Store, plan: FetchPlan, label: str, *, yes: bool, 
             if items:
                 # The small ones first: they tell the rate sooner, and are needed anyway.
                 by_size = sorted(items, key=lambda i: i.span.nbytes)
-                rate, measured = room.measure_rate(store, by_size, landed)
+                rate, measured = room.measure_rate(store, by_size, landed, idle)
                 items = [i for i in items if i not in measured]
                 speed = f"at the {human_nbytes(rate)}/s just measured"
                 duration = f"about {human_seconds((plan.nbytes + also_nbytes) / rate)} {speed}"
@@ -180,7 +202,7 @@ def fetch_with_consent(store: Store, plan: FetchPlan, label: str, *, yes: bool, 
                 f"{label}: {human_nbytes(plan.nbytes)} to fetch{more}, {duration}; "
                 f"{human_nbytes(free)} free in {store.roots[0].path}"
             )
-        room.fetch(store, items, landed)
+        room.fetch(store, items, landed, idle=idle)
 
 
 def ask(announcement: str) -> None:

@@ -20,6 +20,7 @@ from deltafin.cli.options import (
     cache_option,
     fetch_with_consent,
     json_option,
+    mirror_option,
     offline_option,
     opened_store,
     options,
@@ -63,7 +64,9 @@ if TYPE_CHECKING:
     help="What computes: cpu (native kernels), torch, or a torch device.",
 )
 @options(ram_option, threads_option, spine_option)
-@options(json_option, revision_option, cache_option, root_option, offline_option, yes_option, verbose_option)
+@options(
+    json_option, revision_option, cache_option, root_option, mirror_option, offline_option, yes_option, verbose_option
+)
 def run(
     model: str,
     stdin: str | None,
@@ -82,6 +85,7 @@ def run(
     revision: str | None,
     cache_dir: Path | None,
     roots: tuple[Path, ...],
+    mirrors: tuple[str, ...],
     offline: bool,
     yes: bool,
 ) -> None:
@@ -100,7 +104,10 @@ def run(
     text = _prompt_text(stdin, prompt, prompt_file, prompt_ids)
     if as_json and as_ids:
         raise BadRequest("--ids has no effect with --json, which always has both")
-    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision) as store:
+    with opened_store(
+        model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision, mirrors=mirrors
+    ) as store:
+        store.claim_line()
         from deltafin.runtime import Model, Want, load_tokenizer  # reading the options comes first: this imports much
 
         tokenizer = load_tokenizer(store)

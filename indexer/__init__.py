@@ -6,11 +6,14 @@ never describes part of a checkpoint and never believes a number it has not chec
 caches, digests of spans or arithmetic, and never imports torch.
 """
 
+from deltafin.indexer.answers import Answer, Expected
 from deltafin.indexer.blueprint import Blueprint, k3_config, k3_ignored
 from deltafin.indexer.build import Progress, build_catalog, check_catalog, check_files
 from deltafin.indexer.catalog import GLOBALS, Catalog, RowTable, Span, SpineGroup, Totals
 from deltafin.indexer.config import LORA_NORM_EPS, ModelConfig, parse_config
+from deltafin.indexer.hub import hub_files
 from deltafin.indexer.layout import Place, Shard
+from deltafin.indexer.mirrors import MirroredFiles, mirror_address
 from deltafin.indexer.models import ModelRef, catalog_names, catalog_path, parse_model, source_of
 from deltafin.indexer.publish import (
     clear_stale,
@@ -21,20 +24,22 @@ from deltafin.indexer.publish import (
     sync_directory,
     temporary,
 )
-from deltafin.indexer.remote import Expected, RemoteFiles, RemoteStats, RetryPolicy
+from deltafin.indexer.remote import RemoteFiles, RemoteStats, RetryPolicy
 from deltafin.indexer.roles import EXPERT_PARTS, LAYER_PREFIX, ExpertPart, expert_layout
-from deltafin.indexer.sources import Location, Source, hub_files
+from deltafin.indexer.sources import Location, Source
 
 __all__ = [
     "EXPERT_PARTS",
     "GLOBALS",
     "LAYER_PREFIX",
     "LORA_NORM_EPS",
+    "Answer",
     "Blueprint",
     "Catalog",
     "Expected",
     "ExpertPart",
     "Location",
+    "MirroredFiles",
     "ModelConfig",
     "ModelRef",
     "Place",
@@ -61,6 +66,7 @@ __all__ = [
     "k3_config",
     "k3_ignored",
     "make_directory",
+    "mirror_address",
     "parse_config",
     "parse_model",
     "publish",

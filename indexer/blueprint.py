@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 
 from deltafin.indexer import roles
+from deltafin.indexer.answers import Answer, ShardFile
 from deltafin.indexer.config import ModelConfig, parse_config
 from deltafin.indexer.headers import PREFIX_NBYTES
-from deltafin.indexer.remote import Answer
 from deltafin.indexer.roles import Shapes
-from deltafin.indexer.sources import Location, ShardFile
+from deltafin.indexer.sources import Location
 
 _ITEM_NBYTES = {"F32": 4, "BF16": 2, "U8": 1}  # in the order in which a shard holds them
 

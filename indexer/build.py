@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltafin.errors import BadCatalog, BadCheckpoint, DeltafinError, NotFound
+from deltafin.indexer.answers import ShardFile
 from deltafin.indexer.catalog import Catalog, write_catalog
 from deltafin.indexer.config import parse_config
 from deltafin.indexer.headers import HeaderTensor, show
 from deltafin.indexer.layout import read_layout
 from deltafin.indexer.publish import clear_stale, disk_error, make_directory
-from deltafin.indexer.sources import DirectorySource, ShardFile, Source
+from deltafin.indexer.sources import DirectorySource, Source
 
 Progress = Callable[[int, int], None]  # shards done, shards in all
 

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from deltafin.errors import BadCheckpoint
 from deltafin.indexer import roles
+from deltafin.indexer.answers import ShardFile
 from deltafin.indexer.config import ModelConfig
 from deltafin.indexer.headers import PREFIX_NBYTES, HeaderTensor, header_nbytes, parse_header, show
-from deltafin.indexer.sources import ShardFile, Source
+from deltafin.indexer.sources import Source
 
 # The first read of a shard. Small, so that a shard that is none costs little; the rest follows exactly.
 _FIRST_NBYTES = 64 << 10

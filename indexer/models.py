@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltafin.errors import BadRequest, NotFound, Refused
+from deltafin.errors import BadRequest, NotFound
 from deltafin.indexer.remote import RetryPolicy
 from deltafin.indexer.sources import K3_REPO, DirectorySource, HubSource, Location, Source
 
@@ -97,11 +97,7 @@ def source_of(location: Location, policy: RetryPolicy | None = None) -> Source:
     if location.path is not None:
         return DirectorySource(Path(location.path))
     assert location.repo is not None and location.commit is not None
-    source = HubSource(location.repo, location.commit, policy)
-    if source.location.commit != location.commit:
-        source.close()
-        raise Refused(f"{location.repo}: asked for commit {location.commit}, the hub has {source.location.commit}")
-    return source
+    return HubSource(location.repo, location.commit, policy)
 
 
 def _no_revision(text: str, revision: str | None) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
-import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from deltafin.errors import BadCheckpoint, BadRequest, DiskError, NetworkError, NotFound, Refused
-from deltafin.indexer.remote import Answer, Expected, RemoteFiles, RetryPolicy
-
-log = logging.getLogger(__name__)
+from deltafin.errors import BadCheckpoint, BadRequest, DiskError, NotFound, Refused
+from deltafin.indexer.answers import Answer, Expected, ShardFile
+from deltafin.indexer.hub import hub_files, hub_listing
+from deltafin.indexer.remote import RetryPolicy
 
 K3_REPO = "moonshotai/Kimi-K3"
 K3_REVISION = "f831ab66814297da540d832a5235f8e904f29d06"
@@ -49,16 +47,6 @@ class Location:
     repo: str | None = None
     revision: str | None = None  # as asked for
     commit: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ShardFile:
-    """One shard as its source lists it; None where the source does not say."""
-
-    name: str
-    nbytes: int | None
-    etag: str | None = None
-    sha256: str | None = None
 
 
 class Source(Protocol):
@@ -144,13 +132,9 @@ class HubSource:
     def __init__(self, repo: str, revision: str | None, policy: RetryPolicy | None = None) -> None:
         if not _REPO.fullmatch(repo):
             raise BadRequest(f"{repo!r} is not a repository id like {K3_REPO}")
-        self._endpoint = hub_endpoint()
         if revision is None and repo == K3_REPO:
             revision = K3_REVISION
-        commit, self._listed = _resolve(repo, revision, self._endpoint)
-        if revision is not None and _COMMIT.fullmatch(revision) and commit != revision:
-            # Everything is asked of the commit that was answered, so nothing is mixed; but it is not what was wanted.
-            log.warning("%s: asked for commit %s, the hub has %s", repo, revision, commit)
+        commit, self._listed = hub_listing(repo, revision, policy)
         self._location = Location(repo=repo, revision=revision, commit=commit)
         self.remote = hub_files(repo, commit, policy)
 
@@ -213,63 +197,6 @@ def complete_set(names: list[str], where: str) -> list[str]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BadCheckpoint(f"{where}: {len(missing)} of {total} shards are missing: {shown}{more}")
     return sorted(m[0] for m in shards)
-
-
-def hub_endpoint() -> str:
-    """HF_ENDPOINT as set now, else huggingface_hub's default; without a trailing slash."""
-    endpoint = os.environ.get("HF_ENDPOINT")
-    if not endpoint:
-        from huggingface_hub import constants  # only now: its import stumbles over a malformed HF_ENDPOINT
-
-        endpoint = constants.ENDPOINT
-    try:
-        parts = urllib.parse.urlsplit(endpoint)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        shown = re.sub(r"//.*@", "//...@", endpoint[:200])  # never a password
-        raise BadRequest(f"HF_ENDPOINT must be an address like https://huggingface.co (it is {shown[:80]!r})")
-    return endpoint.rstrip("/")
-
-
-def hub_files(repo: str, commit: str, policy: RetryPolicy | None = None) -> RemoteFiles:
-    """The files of a repository at a commit, with the user's token for the hub's own host."""
-    from huggingface_hub import get_token
-
-    return RemoteFiles(f"{hub_endpoint()}/{repo}/resolve/{commit}", get_token(), policy)
-
-
-def _resolve(repo: str, revision: str | None, endpoint: str) -> tuple[str, dict[str, ShardFile]]:
-    """The commit that a revision means now, and the repository's files by name."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-
-    wanted = f"{repo}@{revision}" if revision else repo
-    hub = urllib.parse.urlsplit(endpoint).hostname
-    try:
-        info = HfApi(endpoint=endpoint, library_name="deltafin").model_info(
-            repo, revision=revision, files_metadata=True, timeout=30
-        )
-    except GatedRepoError:
-        raise Refused(f"{repo}: gated; accept its terms on the hub and set HF_TOKEN") from None
-    except RepositoryNotFoundError:
-        raise Refused(f"{repo}: no such repository, or it is private and HF_TOKEN is not set or not accepted") from None
-    except RevisionNotFoundError:
-        raise Refused(f"{wanted}: no such revision") from None
-    except HfHubHTTPError as e:
-        status = e.response.status_code if e.response is not None else "no answer"
-        raise NetworkError(f"{wanted}: {hub} answered with status {status}; try again later") from None
-    except Exception as e:  # the hub client's own HTTP library changes between versions
-        kind = type(e).__name__
-        raise NetworkError(f"{wanted}: cannot ask {hub} ({kind}); check the connection and HF_ENDPOINT") from None
-    if not info.sha or not _COMMIT.fullmatch(info.sha):
-        raise NetworkError(f"{wanted}: the answer of {hub} has no commit (field 'sha'), so nothing could be pinned")
-    files = {}
-    for sibling in info.siblings or []:
-        sha256 = sibling.lfs.sha256 if sibling.lfs else None
-        files[sibling.rfilename] = ShardFile(sibling.rfilename, sibling.size, sibling.blob_id, sha256)
-    return info.sha, files
 
 
 def _snapshot_of(path: Path) -> Path:

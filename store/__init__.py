@@ -11,6 +11,7 @@ from deltafin.store.arena import slot_nbytes
 from deltafin.store.bulk import FetchPlan, fetch, free_nbytes, measure_rate, plan_fetch
 from deltafin.store.check import Status, VerifyReport, nbytes_to_verify, read_status, removable, remove, verify
 from deltafin.store.encodings import Bf12, Bf16, Int8, PackFormat, Raw
+from deltafin.store.idle import BusyLine, Idle, lower_priority
 from deltafin.store.opening import default_cache, is_offline, open_catalog, open_store
 from deltafin.store.packcheck import removable_packs, remove_packs
 from deltafin.store.packing import PackPlan, PackTotals, plan_packs, write_packs
@@ -38,7 +39,9 @@ __all__ = [
     "Bf12",
     "Bf16",
     "Block",
+    "BusyLine",
     "FetchPlan",
+    "Idle",
     "Int8",
     "Item",
     "LayerPieces",
@@ -65,6 +68,7 @@ __all__ = [
     "free_nbytes",
     "is_offline",
     "least_ring_nbytes",
+    "lower_priority",
     "make_standin",
     "measure_rate",
     "nbytes_to_verify",

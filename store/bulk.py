@@ -5,17 +5,22 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltafin.errors import Missing
-from deltafin.store.fetcher import WORKERS
+from deltafin.indexer import RemoteFiles
+from deltafin.store.idle import IDLE_TRANSFERS, Idle
+from deltafin.store.parallelism import MOST, Parallelism
 from deltafin.store.selection import Item
 from deltafin.store.store import Store
 
 Landed = Callable[[Item], None]
+
+_LOOK_EVERY_S = 0.2  # at how many transfers there may be; one that lands is seen at once
 
 # What a measurement of the line may cost. The spans are kept, so nothing of it is wasted.
 _PROBE_S = 3.0
@@ -51,12 +56,17 @@ def plan_fetch(store: Store, items: Iterable[Item], limit_nbytes: int | None = N
 
 
 def fetch(
-    store: Store, items: Sequence[Item], landed: Landed | None = None, enough: Callable[[], bool] | None = None
+    store: Store,
+    items: Sequence[Item],
+    landed: Landed | None = None,
+    enough: Callable[[], bool] | None = None,
+    idle: Idle | None = None,
 ) -> int:
     """Fetches spans in parallel, in order, each kept before it counts; returns how many landed.
 
     The first failure stops the rest; what landed stays. `landed` is called from one thread at a time. Once
-    `enough` says so no further span is begun.
+    `enough` says so no further span is begun. How many are fetched at once is found by trying; with `idle` they
+    are few, and none is begun while a run uses the line.
     """
     if items and not store.may_fetch:
         lacking = f"{len(items)} spans ({sum(i.span.nbytes for i in items):,} bytes)"
@@ -74,29 +84,51 @@ def fetch(
         store.fetch(item.span, memoryview(buffer)[: item.span.nbytes], expert=item.address)
         return item
 
-    waiting, count = iter(items), 0
+    waiting, count = deque(items), 0
     flying: set[Future[Item]] = set()
-    with ThreadPoolExecutor(WORKERS, "fetch") as pool:
+    may_fly = _transfers(store.remote) if idle is None else _idle_transfers(idle)
+    with ThreadPoolExecutor(MOST, "fetch") as pool:
         try:
-            while True:
+            while waiting or flying:
                 if enough is not None and enough():
-                    waiting = iter(())
-                while len(flying) < WORKERS and (item := next(waiting, None)) is not None:
-                    flying.add(pool.submit(one, item))
-                if not flying:
-                    return count
-                done, flying = wait(flying, return_when=FIRST_COMPLETED)
+                    waiting.clear()
+                while waiting and len(flying) < may_fly():
+                    flying.add(pool.submit(one, waiting.popleft()))
+                done, flying = wait(flying, timeout=_LOOK_EVERY_S, return_when=FIRST_COMPLETED)
                 for future in done:
                     item = future.result()
                     count += 1
                     if landed is not None:
                         landed(item)
+                if not flying and not done and waiting:
+                    time.sleep(_LOOK_EVERY_S)  # for a run: `wait` has nothing to wait for
+            return count
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             store.roots[0].sync()
 
 
-def measure_rate(store: Store, items: Sequence[Item], landed: Landed | None = None) -> tuple[float, set[Item]]:
+def _transfers(remote: RemoteFiles | None) -> Callable[[], int]:
+    """How many transfers to have under way, each time it is asked."""
+    found = Parallelism(time.monotonic())
+
+    def now() -> int:
+        if remote is None:
+            return found.transfers
+        if remote.pause_left_s > 0:
+            found.disturbed(time.monotonic(), remote.stats.nbytes)
+        return found.observe(time.monotonic(), remote.stats.nbytes, remote.stats.throttled)
+
+    return now
+
+
+def _idle_transfers(idle: Idle) -> Callable[[], int]:
+    return lambda: IDLE_TRANSFERS if idle.free else 0
+
+
+def measure_rate(
+    store: Store, items: Sequence[Item], landed: Landed | None = None, idle: Idle | None = None
+) -> tuple[float, set[Item]]:
     """Fetches the first of `items` for a few seconds; returns bytes per second and the items that landed."""
     started, done = time.monotonic(), set[Item]()
     nbytes = 0
@@ -108,7 +140,7 @@ def measure_rate(store: Store, items: Sequence[Item], landed: Landed | None = No
         if landed is not None:
             landed(item)
 
-    fetch(store, items, note, lambda: nbytes >= _PROBE_NBYTES or time.monotonic() - started >= _PROBE_S)
+    fetch(store, items, note, lambda: nbytes >= _PROBE_NBYTES or time.monotonic() - started >= _PROBE_S, idle)
     return nbytes / max(1e-9, time.monotonic() - started), done
 
 

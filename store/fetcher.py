@@ -13,6 +13,7 @@ from deltafin.errors import Corrupt, DeltafinError, DiskError, NoSpace
 from deltafin.indexer import Catalog, Expected, RemoteFiles, Span, expert_layout
 from deltafin.store.digests import Digests
 from deltafin.store.drive import Drive
+from deltafin.store.idle import BusyLine
 from deltafin.store.plausible import implausible
 from deltafin.store.roots import Root
 from deltafin.store.stats import StoreStats
@@ -44,6 +45,7 @@ class Fetcher:
         self._layout = expert_layout(catalog.config)
         self._open = remote
         self._remote: RemoteFiles | None = None
+        self._busy: BusyLine | None = None
         self._lock = threading.Lock()
         self._keeps = True  # False once the disk is full
         self.drive = Drive(Path("http"), depth=WORKERS)  # only its queue: reads come from the network
@@ -59,7 +61,13 @@ class Fetcher:
         with self._lock:
             if self._remote is None and self._open is not None:
                 self._remote = self._open()
+                if self._busy is not None:
+                    self._remote.on_arrival = self._busy.mark
             return self._remote
+
+    def claim(self) -> None:
+        """What is fetched from now on is for a run: it keeps idle fetches off the line. Before the first span."""
+        self._busy = BusyLine(self._root.path)
 
     @property
     def requests(self) -> int:
@@ -99,14 +107,17 @@ class Fetcher:
         assert remote is not None
         shard = self._catalog.shards[span.shard]
         expected = Expected(shard.nbytes, shard.sha256 or shard.etag, self._catalog.location.commit)
-        complaint = None
-        for _ in range(_ATTEMPTS):
-            remote.read_into(shard.name, span.offset, view, expected)
+        complaint, attempts = None, 0
+        while attempts < _ATTEMPTS:
+            answer = remote.read_into(shard.name, span.offset, view, expected)
             self._stats.add(http_spans=1, http_nbytes=span.nbytes)
             complaint = self._complaint(span, view, expert)
             if complaint is None:
                 break
             self._stats.add(refused_spans=1)
+            if remote.blame(answer, f"{shard.name} at {span.offset}: {complaint}"):
+                continue  # a mirror; the next source is asked, and that is no attempt of the hub's
+            attempts += 1
             log.warning("%s at %d: %s; fetching again", shard.name, span.offset, complaint)
         else:
             what = "" if expert is None else f" (expert {expert[1]} of layer {expert[0]})"

@@ -19,6 +19,7 @@ from deltafin.indexer import (
     catalog_path,
     check_files,
     hub_files,
+    mirror_address,
     parse_model,
 )
 from deltafin.store.drive import Drive
@@ -38,6 +39,7 @@ def open_store(
     policy: RetryPolicy | None = None,
     progress: Progress | None = None,
     rate: float | None = None,
+    mirrors: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Store:
     """A store for `model`: "demo", a directory of shards, a repository id or a catalog's name.
@@ -46,14 +48,24 @@ def open_store(
     `roots` are further directories with objects or original shards, only read. `offline`, or
     HF_HUB_OFFLINE in the environment, means that no socket is opened. `progress` counts shards while a
     missing catalog is built. `rate` holds every root to so many bytes a second, for comparisons of times.
+    `mirrors` (default: DELTAFIN_MIRRORS, separated by spaces) are base addresses of servers of the same shards,
+    asked in this order before the hub; {repo} and {commit} in them are filled in. Given where nothing can be fetched
+    they are a BadRequest.
     Raises NotFound, Missing, BadCatalog, BadCheckpoint, NetworkError.
     """
     cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache(environ)
     offline = offline or is_offline(environ)
+    if mirrors and offline:
+        raise BadRequest("--mirror has no effect offline: leave out --mirror, or --offline and HF_HUB_OFFLINE")
     ref = parse_model(model, cache, revision=revision)
+    if mirrors and ref.path is not None:
+        raise BadRequest(f"--mirror has no effect for {model}: its shards are on this machine")
     catalog = open_catalog(ref, cache, offline=offline, policy=policy, progress=progress)
     try:
-        return _assemble(catalog, cache, [Path(r) for r in roots], offline, policy, environ, model, rate)
+        if mirrors and catalog.location.path is not None:
+            raise BadRequest(f"--mirror has no effect for {model}: its shards are in {catalog.location.path}")
+        mirrors = mirrors or environ.get("DELTAFIN_MIRRORS", "").split()
+        return _assemble(catalog, cache, [Path(r) for r in roots], offline, policy, environ, model, rate, mirrors)
     except BaseException:
         catalog.close()
         raise
@@ -132,6 +144,7 @@ def _assemble(
     environ: Mapping[str, str],
     model: str,
     rate: float | None,
+    mirrors: Sequence[str],
 ) -> Store:
     location = catalog.location
 
@@ -152,9 +165,11 @@ def _assemble(
     if location.path is None and not offline:
         assert location.repo is not None and location.commit is not None
         repo, commit = location.repo, location.commit
+        for mirror in mirrors:
+            mirror_address(mirror, repo, commit)  # what is no address is said before anything is fetched
 
         def remote() -> RemoteFiles:
-            return hub_files(repo, commit, policy)
+            return hub_files(repo, commit, policy, mirrors)
 
     return Store(catalog, readable, directories, remote, model)
 

@@ -110,6 +110,10 @@ class Store:
         """Seconds that the server has asked to wait before the next request."""
         return self._fetcher.pause_left_s
 
+    def claim_line(self) -> None:
+        """What this store fetches is for a run, and keeps idle fetches off the line. To be said before the first."""
+        self._fetcher.claim()
+
     @property
     def may_fetch(self) -> bool:
         return self._fetcher.open

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deltafin.store import all_items, open_store
-from deltafin.store.fetcher import WORKERS
+from deltafin.store.parallelism import MOST
 
 REPO = "org/demo"
 STORY = ["--prompt", "Once upon a time there was a little fox", "--max-new", "60"]
@@ -209,7 +209,7 @@ def _kill_rounds(rounds, repo, cache, server, start, until, ranges, df, most) ->
         assert done.status == 0, f"round {number}: {done.out}"
         found = done.json
         assert (found["damaged"], found["vanished"]) == ([], 0)
-        assert found["unknown"] <= WORKERS, "objects whose record was not written yet"
+        assert found["unknown"] <= MOST, "objects whose record was not written yet"
         whole = _whole(cache, repo)
         assert whole >= before
         before = whole
@@ -242,7 +242,7 @@ def test_a_fetch_killed_at_random_moments_never_loses_or_spoils_anything(
     twice = asked + ranges(server).total() - len(items)
     figures = f"{rounds} kills, {len(whole)} of {len(items)} spans whole after them, {twice} asked for again"
     record_property("figures", figures)
-    assert twice <= rounds * WORKERS, "a kill costs what was on its way, and no more"
+    assert twice <= rounds * MOST, "a kill costs what was on its way, and no more"
     found = df("df-fetch", "verify", repo, "--json").json
     assert (found["whole"], found["damaged"], found["unknown"]) == (len(items), [], 0)
     status = df("df-fetch", "status", repo, "--json").json

@@ -8,6 +8,7 @@ import logging
 import shutil
 import socketserver
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -203,6 +204,22 @@ def bad_shards(tmp_path_factory, fault_tool) -> Path:
     tool.build(maker)
     maker.finish()
     return out
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory) -> Path:
+    """A certificate for loopback and its key in one file."""
+    folder = tmp_path_factory.mktemp("tls")
+    words = [
+        "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+        "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", "key", "-out", "crt",
+    ]  # fmt: skip
+    try:
+        subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("openssl is not here to make a certificate")
+    (folder / "both").write_bytes((folder / "key").read_bytes() + (folder / "crt").read_bytes())
+    return folder / "both"
 
 
 @pytest.fixture

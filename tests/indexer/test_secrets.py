@@ -12,6 +12,7 @@ import pytest
 
 from deltafin.errors import NetworkError
 from deltafin.indexer import Expected, RemoteFiles, build_catalog, parse_model
+from deltafin.indexer.links import redirect_target
 
 TOKEN = "hf_dummyTokenThatMustNotBeSeen"
 SECRETS = (TOKEN, "Signature=", "Bearer")
@@ -129,6 +130,32 @@ def test_no_error_of_a_transfer_shows_the_signed_link(tiny_dir, hub, behave, ran
     assert_auth_only_on_hub(server)
 
 
+def test_not_even_the_http_librarys_own_log_shows_a_link(tiny_dir, hub, behave, quick, caplog):
+    """urllib3 logs addresses, at DEBUG always, and with a warning and a traceback where a header is malformed."""
+
+    def malformed(h, req):
+        if h.role == "hub":
+            return h.reply(302, {"Location": h.cdn_location(req.entry.name)}, b"", req.head)
+        h.send_response(206)
+        h.send_header("Content-Range", req.content_range())
+        h.send_header("Content-Length", str(req.length))
+        h._headers_buffer.append(b"a line without a colon\r\n")
+        h.end_headers()
+        h.push(req.body())
+
+    behave("malformed", malformed)
+    server = hub(tiny_dir, "malformed", life=60)
+    caplog.set_level(logging.DEBUG)
+    files = RemoteFiles(f"{server.url}/some/model/resolve/{'a' * 40}", TOKEN, quick)
+    files.read_into("config.json", 10, memoryview(bytearray(1000)), Expected())
+    files.close()
+    others = {r.name for r in caplog.records if not r.name.startswith("deltafin")}
+    assert {"urllib3.connection", "urllib3.connectionpool"} <= others
+    assert "Failed to parse headers" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert_clean(caplog.text)
+
+
 @pytest.mark.parametrize(
     "location",
     [
@@ -150,8 +177,10 @@ def test_no_error_of_a_link_that_leads_nowhere_shows_it(tiny_dir, hub, behave, q
 
 @pytest.mark.parametrize("status", [401, 403, 404, 500, 502])
 def test_no_refusal_of_the_repository_itself_shows_the_token(
-    tiny_dir, hub, range_server, monkeypatch, df_index, tmp_path, status
+    tiny_dir, hub, range_server, monkeypatch, df_index, tmp_path, status, quick
 ):
+    monkeypatch.setattr("deltafin.indexer.remote.RetryPolicy", lambda: quick)
+
     def api(handler, path):
         handler.reply(status, {"X-Error-Message": f"{handler.headers.get('Authorization')}"}, b"no", False)
 
@@ -271,9 +300,6 @@ def test_an_address_that_two_parsers_read_differently_gets_no_token(stranger, qu
     assert handler.location == ""
 
 
-def test_https_in_capitals_is_not_downgraded(quick):
-    files = RemoteFiles("HTTPS://hub.invalid/x", TOKEN, quick)
-    response = type("R", (), {"headers": {"Location": "http://hub.invalid/x"}})()
-    with pytest.raises(NetworkError, match="refusing a redirect from https to 'http'"):
-        files._redirect_target("f", "HTTPS://hub.invalid/x/f", response)
-    files.close()
+def test_https_in_capitals_is_not_downgraded():
+    with pytest.raises(ValueError, match="refusing a redirect from https to 'http'"):
+        redirect_target("HTTPS://hub.invalid/x/f", "http://hub.invalid/x")

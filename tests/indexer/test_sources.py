@@ -192,9 +192,12 @@ def test_the_revision_asked_for_is_resolved_once_and_kept(tiny_dir, hub, build):
     assert asked_paths(server, "api") == ["/api/models/some/model/revision/v1.0"]
 
 
-def test_kimi_k3_means_its_pinned_revision(tiny_dir, hub, build):
+def test_kimi_k3_means_its_pinned_revision(tiny_dir, hub, listing, build, monkeypatch, range_server):
+    from deltafin.indexer import sources
     from deltafin.indexer.sources import K3_REVISION
 
+    monkeypatch.setattr(sources, "_K3_REVISIONS", frozenset())  # whose small files are known
+    monkeypatch.setattr(range_server.Handler, "commit", lambda self: K3_REVISION)
     server = hub(tiny_dir)
     where = build("moonshotai/Kimi-K3", "pinned").location
     assert where.revision == K3_REVISION
@@ -204,6 +207,17 @@ def test_kimi_k3_means_its_pinned_revision(tiny_dir, hub, build):
     assert asked_paths(server, "api")[1:] == [
         "/api/models/moonshotai/Kimi-K3/revision/main", "/api/models/some/Kimi-K3",
     ]  # fmt: skip
+
+
+def test_a_hub_that_has_another_commit_than_the_one_asked_for_is_refused(tiny_dir, hub, build, tmp_path):
+    """The hash is what was wanted; what else the hub has is not it, whatever it is."""
+    server = hub(tiny_dir)
+    with pytest.raises(Refused, match=f"some/model: asked for commit {COMMIT}, the hub has {'a' * 40}"):
+        build(f"some/model@{COMMIT}")
+    with pytest.raises(Refused, match="moonshotai/Kimi-K3: asked for commit f831ab66"):
+        build("moonshotai/Kimi-K3")
+    assert asked_paths(server, "file") == []
+    assert not list(tmp_path.rglob("*.catalog"))
 
 
 def test_small_files_of_kimi_k3_must_be_the_released_ones(tiny_dir, hub, listing, build, range_server, monkeypatch):
@@ -298,9 +312,9 @@ def answering(status: int, body: bytes, **headers: str):
         (answering(404, b"{}", X_Error_Code="RepoNotFound"), "some/model: no such repository, or it is private"),
         (answering(403, b"{}", X_Error_Code="GatedRepo"), "some/model: gated; accept its terms"),
         (answering(404, b"{}", X_Error_Code="RevisionNotFound"), "some/model@v1: no such revision"),
-        (answering(500, b""), r"127\.0\.0\.1 answered with status 500"),
-        (answering(200, b"<html>"), r"cannot ask 127\.0\.0\.1"),
-        (answering(200, b"{}"), r"the answer of 127\.0\.0\.1 has no commit|cannot ask"),
+        (answering(500, b""), r"some/model/revision/v1 from 127\.0\.0\.1: gave up after 5 attempts \(status 500\)"),
+        (answering(200, b"<html>"), r"the answer of 127\.0\.0\.1 is no listing of a repository; check HF_ENDPOINT"),
+        (answering(200, b"{}"), r"the answer of 127\.0\.0\.1 has no commit"),
         (answering(200, json.dumps({"id": "some/model", "siblings": []}).encode()), r"127\.0\.0\.1 has no commit"),
         (answering(200, json.dumps({"id": "x", "sha": "main", "siblings": []}).encode()), "has no commit"),
         (answering(200, json.dumps({"id": "x", "sha": "a" * 40}).encode()), r"no config\.json"),
@@ -316,7 +330,7 @@ def test_a_hub_that_does_not_answer_as_a_hub_is_named(tiny_dir, hub, range_serve
 
 def test_a_hub_that_is_not_there_is_named_soon(monkeypatch, build):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(NetworkError, match=r"some/model: cannot ask 127\.0\.0\.1 \(ConnectError\)"):
+    with pytest.raises(NetworkError, match=r"some/model from 127\.0\.0\.1: no answer in 2 .*refused.*HF_ENDPOINT"):
         build("some/model")
 
 

@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -249,6 +250,25 @@ def objects() -> Callable[[Path], dict[str, Path]]:
         return {p.name: p for p in (cache / "objects").rglob("*") if not p.is_dir() or p.is_symlink()}
 
     return files
+
+
+@pytest.fixture
+def at_once(monkeypatch) -> list[int]:
+    """How many spans were being fetched, whenever another was begun."""
+    under_way, seen, lock, real = [0], [], threading.Lock(), Store.fetch
+
+    def counted(store, *args, **keywords):
+        with lock:
+            under_way[0] += 1
+            seen.append(under_way[0])
+        try:
+            real(store, *args, **keywords)
+        finally:
+            with lock:
+                under_way[0] -= 1
+
+    monkeypatch.setattr(Store, "fetch", counted)
+    return seen
 
 
 # ---- processes ------------------------------------------------------------------------------------------

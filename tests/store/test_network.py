@@ -11,7 +11,7 @@ import pytest
 
 from deltafin.errors import Corrupt, NetworkError, NoSpace, Refused
 from deltafin.indexer import RetryPolicy
-from deltafin.store import all_items, expert_items, fetch, pair_items, spine_items
+from deltafin.store import all_items, bulk, expert_items, fetch, pair_items, parallelism, spine_items
 
 SHARD = "model-00004-of-000012.safetensors"  # holds layer 3
 LAYER = 3
@@ -250,6 +250,52 @@ def test_everything_is_asked_for_at_the_commit_of_the_catalog(hub_store, range_s
     store, server = hub_store()
     fetch(store, expert_items(store.catalog, [1], range(4)))
     assert {row["path"].split("/")[4] for row in server.state.log} == {range_server.COMMIT_A}
+
+
+@pytest.mark.parametrize("said", ["digests", "nothing"])
+def test_spans_of_two_commits_never_share_a_record(
+    hub, opened, policy, tiny_dir, tmp_path, monkeypatch, range_server, said
+):
+    """One byte of one expert differs. A bare mirror says nothing that tells them apart but the commit."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_dir, model)
+    with opened(model) as local:
+        span = local.catalog.expert_spans(LAYER, [5])[0]
+    stores = {}
+    for commit in ("a" * 40, "b" * 40):
+        monkeypatch.setattr(range_server.Handler, "commit", lambda self, commit=commit: commit)
+        hub(model, "ok" if said == "digests" else "mirror_bare")
+        stores[commit] = opened(f"org/tiny@{commit}")
+        fetch(stores[commit], expert_items(stores[commit].catalog, [LAYER], [5]))
+        blob = bytearray((model / SHARD).read_bytes())
+        blob[span.offset] ^= 1
+        (model / SHARD).write_bytes(blob)
+    first, second = (stores[c].key(span) for c in stores)
+    assert first != second
+    read = [next(s.tobytes() for _, s in store.experts(LAYER, [5])) for store in stores.values()]
+    assert read[0] != read[1] and read[0][1:] == read[1][1:]
+    assert len(stores["b" * 40].roots[0].log.entries) == 2
+
+
+# ---- how many at once -----------------------------------------------------------------------------------
+
+
+def test_a_line_that_carries_more_gets_more_transfers(hub_store, at_once, monkeypatch):
+    """Every request takes a while to be answered, however little is asked: two at once are twice as fast."""
+    monkeypatch.setattr(parallelism, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(parallelism, "_MEASURE_S", 0.3)
+    monkeypatch.setattr(bulk, "_LOOK_EVERY_S", 0.02)
+    store, _ = hub_store("redirect_cross_host_expiring", life=60, delay=0.05)
+    fetch(store, expert_items(store.catalog, [1, 2, 3, 4, 5, 6, 7], range(16)))
+    assert max(at_once[:12]) == parallelism.START
+    assert parallelism.START < max(at_once) <= parallelism.MOST
+
+
+def test_a_server_that_throttles_gets_fewer(hub_store, at_once):
+    store, _ = hub_store("429_retry_after", after=20, times=1, seconds=0.1)
+    fetch(store, expert_items(store.catalog, [1, 2, 3], range(16)))
+    assert max(at_once[:16]) == parallelism.START
+    assert max(at_once[32:]) == parallelism.START // 2
 
 
 # ---- links and tokens -----------------------------------------------------------------------------------
