@@ -19,10 +19,12 @@ from deltafin.indexer.publish import (
     clear_stale,
     discard,
     disk_error,
+    is_alive,
     make_directory,
     publish,
     sync_directory,
     temporary,
+    this_host,
 )
 from deltafin.indexer.remote import RemoteFiles, RemoteStats, RetryPolicy
 from deltafin.indexer.roles import EXPERT_PARTS, LAYER_PREFIX, ExpertPart, expert_layout
@@ -63,6 +65,7 @@ __all__ = [
     "disk_error",
     "expert_layout",
     "hub_files",
+    "is_alive",
     "k3_config",
     "k3_ignored",
     "make_directory",
@@ -73,4 +76,5 @@ __all__ = [
     "source_of",
     "sync_directory",
     "temporary",
+    "this_host",
 ]

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,9 +39,10 @@ def build_catalog(
     If another process is building it, that is an error, or with `wait` its catalog is waited for and taken.
     """
     _make_directory(path.parent)
+    before = _version(path)
     with _only_writer(path, wait) as waited:
-        if waited and path.exists():
-            return
+        if waited and _version(path) not in (None, before):
+            return  # the other one may as well have failed, and left an older catalog
         clear_stale(path.parent)
         files = _read_files(source)
         config = parse_config(files["config.json"])
@@ -129,6 +131,15 @@ def _make_directory(directory: Path) -> None:
         make_directory(directory)
     except OSError as e:
         raise disk_error(e, directory, "cannot make the directory") from None
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Tells one catalog from its successor."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 @contextlib.contextmanager

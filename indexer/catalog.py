@@ -217,26 +217,22 @@ class _Handle:
     @classmethod
     def open(cls, path: Path) -> _Handle:
         with cls._lock:
-            try:
-                stat = os.stat(path)
-                if not path.is_file():
-                    raise BadCatalog(f"{path}: not a file; remove it and build the catalog with df-index build")
-            except OSError as e:
-                raise NotFound(f"{path}: no catalog ({e.strerror}); build one with df-index build") from None
-            key = (stat.st_dev, stat.st_ino)
-            if handle := cls._open.get(key):
-                handle.users += 1
-                return handle
-            records = _check_digest(path)
-            try:
-                env = lmdb.open(str(path), subdir=False, readonly=True, lock=False, create=False, readahead=False)
-            except lmdb.Error as e:
-                raise BadCatalog(f"{path}: LMDB cannot open the catalog ({e}); {_REBUILD}") from None
-            if (found := env.stat()["entries"]) != records:
+            for _ in range(_OPENINGS):
+                key = _identity(path)
+                if handle := cls._open.get(key):
+                    handle.users += 1
+                    return handle
+                try:
+                    env = _map(path)
+                except BadCatalog:
+                    if _identity(path) == key:
+                        raise
+                    continue  # one file was checked, and another opened: a new one was published in between
+                if _identity(path) == key:
+                    cls._open[key] = handle = cls(key, env)
+                    return handle
                 env.close()
-                raise BadCatalog(f"{path}: the catalog has {found} records, expected {records}; {_REBUILD}")
-            cls._open[key] = handle = cls(key, env)
-            return handle
+        raise BadCatalog(f"{path}: replaced by another again and again while it was being opened; run this again")
 
     def release(self) -> None:
         with self._lock:
@@ -247,6 +243,29 @@ class _Handle:
 
 
 _REBUILD = "rebuild it with df-index build"
+_OPENINGS = 5  # of a catalog that is replaced meanwhile
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        stat = os.stat(path)
+        if not path.is_file():
+            raise BadCatalog(f"{path}: not a file; remove it and build the catalog with df-index build")
+    except OSError as e:
+        raise NotFound(f"{path}: no catalog ({e.strerror}); build one with df-index build") from None
+    return stat.st_dev, stat.st_ino
+
+
+def _map(path: Path) -> lmdb.Environment:
+    records = _check_digest(path)
+    try:
+        env = lmdb.open(str(path), subdir=False, readonly=True, lock=False, create=False, readahead=False)
+    except lmdb.Error as e:
+        raise BadCatalog(f"{path}: LMDB cannot open the catalog ({e}); {_REBUILD}") from None
+    if (found := env.stat()["entries"]) != records:
+        env.close()
+        raise BadCatalog(f"{path}: the catalog has {found} records, expected {records}; {_REBUILD}")
+    return env
 
 
 def _check_digest(path: Path) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from deltafin.errors import DeltafinError, DiskError, NoSpace
 
 _SUFFIX = ".part"
+_PID = re.compile(r"[0-9]{1,9}")  # what kill(2) takes, and nobody else's idea of a digit
 # Writers on another machine that shares the directory cannot be asked whether they live.
 _FOREIGN_AGE_S = 24 * 3600
 _counter = itertools.count()
@@ -27,7 +28,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def temporary(directory: Path, stem: str) -> Path:
     """A new name in `directory`, unique to this process, that says who writes it."""
-    return directory / f".{stem}.{_host()}.{os.getpid()}.{next(_counter)}{_SUFFIX}"
+    return directory / f".{stem}.{this_host()}.{os.getpid()}.{next(_counter)}{_SUFFIX}"
 
 
 def publish(part: Path, final: Path) -> None:
@@ -71,7 +72,7 @@ def sync_directory(directory: Path) -> None:
 
 def clear_stale(directory: Path) -> int:
     """Removes temporary files whose writer no longer lives; returns how many."""
-    host = _host()
+    host = this_host()
     removed = 0
     try:
         entries = list(os.scandir(directory))
@@ -82,8 +83,8 @@ def clear_stale(directory: Path) -> int:
         if not entry.name.endswith(_SUFFIX) or len(fields) != 5:
             continue
         with contextlib.suppress(OSError):
-            if fields[1] == host and fields[2].isdigit():
-                stale = not _lives(int(fields[2]))
+            if fields[1] == host and _PID.fullmatch(fields[2]):
+                stale = not is_alive(int(fields[2]))
             else:
                 stale = time.time() - entry.stat().st_mtime > _FOREIGN_AGE_S
             if stale:
@@ -99,8 +100,8 @@ def disk_error(e: OSError, path: Path, what: str = "cannot write") -> DeltafinEr
     return DiskError(f"{path}: {what}: {e.strerror or e}")
 
 
-def _host() -> str:
-    """Where a process number means something: the machine, and the container if there is one."""
+def this_host() -> str:
+    """Where a process number means something: the machine, and the container if there is one. No dot is in it."""
     name = re.sub(r"[^A-Za-z0-9-]", "_", socket.gethostname())[:40] or "host"
     try:
         namespace = "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
@@ -109,7 +110,8 @@ def _host() -> str:
     return f"{name}-{namespace}"
 
 
-def _lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of `this_host` still runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -84,7 +84,7 @@ def fetch(
         store.fetch(item.span, memoryview(buffer)[: item.span.nbytes], expert=item.address)
         return item
 
-    waiting, count = deque(items), 0
+    waiting, count = _Queue(store, items), 0
     flying: set[Future[Item]] = set()
     may_fly = _transfers(store.remote) if idle is None else _idle_transfers(idle)
     with ThreadPoolExecutor(MOST, "fetch") as pool:
@@ -93,7 +93,7 @@ def fetch(
                 if enough is not None and enough():
                     waiting.clear()
                 while waiting and len(flying) < may_fly():
-                    flying.add(pool.submit(one, waiting.popleft()))
+                    flying.add(pool.submit(one, waiting.next()))
                 done, flying = wait(flying, timeout=_LOOK_EVERY_S, return_when=FIRST_COMPLETED)
                 for future in done:
                     item = future.result()
@@ -106,6 +106,29 @@ def fetch(
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             store.roots[0].sync()
+
+
+class _Queue:
+    """In order, but what another process is fetching when its turn comes is left for the end: it may be here then."""
+
+    def __init__(self, store: Store, items: Iterable[Item]) -> None:
+        self._store = store
+        self._first, self._later = deque(items), deque[Item]()
+
+    def __bool__(self) -> bool:
+        return bool(self._first or self._later)
+
+    def next(self) -> Item:
+        while self._first:
+            item = self._first.popleft()
+            if not self._store.is_claimed(item.span):
+                return item
+            self._later.append(item)
+        return self._later.popleft()
+
+    def clear(self) -> None:
+        self._first.clear()
+        self._later.clear()
 
 
 def _transfers(remote: RemoteFiles | None) -> Callable[[], int]:

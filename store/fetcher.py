@@ -11,6 +11,7 @@ import numpy as np
 
 from deltafin.errors import Corrupt, DeltafinError, DiskError, NoSpace
 from deltafin.indexer import Catalog, Expected, RemoteFiles, Span, expert_layout
+from deltafin.store.claims import Claims
 from deltafin.store.digests import Digests
 from deltafin.store.drive import Drive
 from deltafin.store.idle import BusyLine
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 WORKERS = 8  # transfers at once
 _ATTEMPTS = 3  # at a span whose bytes arrive complete but cannot be right
+_CLAIM_POLL_S = 0.05  # while another process fetches what is wanted here
 
 
 class Fetcher:
@@ -48,6 +50,9 @@ class Fetcher:
         self._busy: BusyLine | None = None
         self._lock = threading.Lock()
         self._keeps = True  # False once the disk is full
+        self._claims = Claims(root.path)
+        self._stopping = threading.Event()
+        self._waited = False  # for another process; it is said once
         self.drive = Drive(Path("http"), depth=WORKERS)  # only its queue: reads come from the network
 
     @property
@@ -81,6 +86,7 @@ class Fetcher:
 
     def stop(self) -> None:
         """Ends transfers of all threads soon; only closing makes sense after."""
+        self._stopping.set()
         if self._remote is not None:
             self._remote.stop()
 
@@ -89,6 +95,11 @@ class Fetcher:
         self.drive.close()
         if self._remote is not None:
             self._remote.close()
+        self._claims.close()
+
+    def is_claimed(self, span: Span) -> bool:
+        """Whether a span is being fetched into the cache now, by this process or another."""
+        return self._claims.is_taken(self._digests.key(span))
 
     def fetch(
         self,
@@ -103,6 +114,59 @@ class Fetcher:
 
         `expert` lets it judge bytes that nobody vouches for. Raises Corrupt or NetworkError, then nothing is kept.
         """
+        if not keep or not (self._keeps or or_fail):
+            self._transfer(span, view, expert)
+            self._stats.add(unkept_spans=int(keep))
+            return
+        key = self._digests.key(span)
+        if self._brought_by_another(key, view):
+            return
+        try:
+            self._transfer(span, view, expert)
+            self._publish(key, view, or_fail)
+        finally:
+            self._claims.release(key)
+
+    def _brought_by_another(self, key: bytes, view: memoryview) -> bool:
+        """Claims a span; True, and then `view` holds it, if another process has fetched it meanwhile or does so now.
+
+        One that holds a claim is waited for as long as it lives and moves: its transfer began before ours would.
+        """
+        while not self._claims.take(key):
+            if self._is_here_now(key, view):
+                return True
+            self._say_waiting()
+            if self._stopping.wait(_CLAIM_POLL_S):
+                raise DeltafinError("stopped while another process was fetching what is needed")
+        try:
+            if not self._is_here_now(key, view):
+                return False
+        except BaseException:
+            self._claims.release(key)
+            raise
+        self._claims.release(key)
+        return True
+
+    def _say_waiting(self) -> None:
+        with self._lock:
+            first, self._waited = not self._waited, True
+        if first:
+            log.info("another process is fetching what is needed here, too; waiting for it")
+
+    def _is_here_now(self, key: bytes, view: memoryview) -> bool:
+        root = self._root
+        root.log.refresh()
+        if (entry := root.find(key)) is None:
+            return False
+        try:
+            root.read_part(entry, 0, view)
+        except (Corrupt, DiskError):
+            return False  # it is fetched again and replaced
+        self._stats.add(object_spans=1, object_nbytes=len(view))
+        return True
+
+    def _transfer(self, span: Span, view: memoryview, expert: tuple[int, int] | None) -> None:
+        """Brings a span over HTTP, again if it cannot be right. Raises Corrupt, NetworkError."""
         remote = self.remote
         assert remote is not None
         shard = self._catalog.shards[span.shard]
@@ -113,27 +177,21 @@ class Fetcher:
             self._stats.add(http_spans=1, http_nbytes=span.nbytes)
             complaint = self._complaint(span, view, expert)
             if complaint is None:
-                break
+                return
             self._stats.add(refused_spans=1)
             if remote.blame(answer, f"{shard.name} at {span.offset}: {complaint}"):
                 continue  # a mirror; the next source is asked, and that is no attempt of the hub's
             attempts += 1
             log.warning("%s at %d: %s; fetching again", shard.name, span.offset, complaint)
-        else:
-            what = "" if expert is None else f" (expert {expert[1]} of layer {expert[0]})"
-            raise Corrupt(
-                f"{shard.name}: bytes {span.offset} to {span.offset + span.nbytes - 1}{what}: {complaint}, "
-                f"in {_ATTEMPTS} transfers; nothing of it was kept; is the server or a proxy at fault?"
-            )
-        if keep:
-            self._publish(span, view, or_fail)
+        what = "" if expert is None else f" (expert {expert[1]} of layer {expert[0]})"
+        raise Corrupt(
+            f"{shard.name}: bytes {span.offset} to {span.offset + span.nbytes - 1}{what}: {complaint}, "
+            f"in {_ATTEMPTS} transfers; nothing of it was kept; is the server or a proxy at fault?"
+        )
 
-    def _publish(self, span: Span, view: memoryview, or_fail: bool) -> None:
-        if not self._keeps and not or_fail:
-            self._stats.add(unkept_spans=1)
-            return
+    def _publish(self, key: bytes, view: memoryview, or_fail: bool) -> None:
         try:
-            self._root.publish(self._digests.key(span), view)
+            self._root.publish(key, view)
         except (NoSpace, DiskError) as e:
             if or_fail:
                 raise

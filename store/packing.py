@@ -132,10 +132,10 @@ def write_packs(store: Store, plan: PackPlan, progress: Progress | None = None) 
         ThreadPoolExecutor(_LAYERS_AT_ONCE, "read") as readers,
         ThreadPoolExecutor(_LAYERS_AT_ONCE, "pack") as packers,
     ):
-        jobs = [
-            packers.submit(_LayerPacker(store, plan.format, layer, readers, stop, tell).write) for layer in plan.layers
-        ]
+        jobs: list[Future[Pack]] = []
         try:
+            for layer in plan.layers:
+                jobs.append(packers.submit(_LayerPacker(store, plan.format, layer, readers, stop, tell).write))
             wait(jobs, return_when=FIRST_EXCEPTION)
             failed = [e for job in jobs if job.done() and not job.cancelled() and (e := job.exception())]
             if failed:

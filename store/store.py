@@ -273,6 +273,10 @@ class Store:
         """Whether a span is on this machine, as an object or in an original shard."""
         return self._local.has(span)
 
+    def is_claimed(self, span: Span) -> bool:
+        """Whether a span is being fetched into the cache now, by this process or another."""
+        return self._fetcher.is_claimed(span)
+
     def submit(
         self,
         span: Span,

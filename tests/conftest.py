@@ -83,6 +83,11 @@ def demo_tool() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def kill_fetches() -> ModuleType:
+    return load(ROOT / "tools" / "kill_fetches.py")
+
+
+@pytest.fixture(scope="session")
 def range_server() -> ModuleType:
     return load(ROOT / "tests" / "faults" / "faulty_range_server.py")
 

@@ -404,7 +404,7 @@ def test_no_name_that_a_server_lists_leads_out_of_the_cache(hub, opened, tmp_pat
     store = opened()
     fetch(store, expert_items(store.catalog, [1], range(16)))
     assert set(tmp_path.iterdir()) - before == {store.roots[0].path}
-    assert {p.name for p in store.roots[0].path.iterdir()} == {"catalogs", "objects", "objects.log", "tmp"}
+    assert {p.name for p in store.roots[0].path.iterdir()} == {"catalogs", "claims", "objects", "objects.log", "tmp"}
     assert not any("escape" in row["path"] or ".." in row["path"] for row in server.state.log)
 
 
