@@ -16,7 +16,7 @@ from collections.abc import Callable
 import click
 
 from deltafin import __version__
-from deltafin.errors import DeltafinError
+from deltafin.errors import DeltafinError, NoMemory
 
 COMMANDS = {
     "df-index": "where every byte of a model lies: build, show, check, list",
@@ -26,6 +26,8 @@ COMMANDS = {
 }
 
 _INTERRUPTED = 130
+_OPEN_FILES, _MANY_OPEN_FILES = 64, 1024  # that every command needs; that it asks for where it may
+_ADDRESS_SPACE_NBYTES = 160_000_000  # with less not even the libraries load, and some of them say so in their own way
 
 
 def main() -> int:
@@ -82,6 +84,7 @@ def _execute(load: Callable[[], click.Command], name: str) -> int:
         if getattr(sys, stream) is None:  # closed by the caller: what would go there is not wanted
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     try:
+        _prepare()
         result = load().main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -102,12 +105,42 @@ def _execute(load: Callable[[], click.Command], name: str) -> int:
     except BrokenPipeError:
         _drop_output()
         return 1
+    except MemoryError:
+        _complain(f"{name}: out of memory; close other programs, or raise its limit (ulimit -v)")
+        return 1
+    except RuntimeError as e:
+        if "start new thread" not in str(e):
+            raise
+        _complain(f"{name}: cannot start a thread; raise the limit of memory (ulimit -v) or of processes (ulimit -u)")
+        return 1
     except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):
+            _complain(f"{name}: too many open files; allow at least {_OPEN_FILES} (ulimit -n {_OPEN_FILES})")
+            return 1
         if e.errno != errno.ENOSPC or e.filename is not None:
             raise
         _complain(f"{name}: cannot write the output: {e.strerror}")
         _drop_output()
         return 1
+
+
+def _prepare() -> None:
+    """Settings of the process, before anything large is imported. Raises DeltafinError where too little is allowed."""
+    import resource
+
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY and space < _ADDRESS_SPACE_NBYTES:
+        need, have = _ADDRESS_SPACE_NBYTES // 1_000_000, space // 1_000_000
+        raise NoMemory(f"address space: {need} MB are needed, {have} allowed; raise the limit (ulimit -v)")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
+        raise DeltafinError(f"open files: {_OPEN_FILES} are needed, {hard} allowed; run ulimit -n {_OPEN_FILES} first")
+    if soft != resource.RLIM_INFINITY and soft < _MANY_OPEN_FILES:
+        more = _MANY_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_MANY_OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, more), hard))
+    # numpy's library would start a thread for each core, each with memory of its own, and nothing here multiplies
+    # with it; where it may not, it sends itself the signal of Ctrl-C.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def _complain(line: str) -> None:

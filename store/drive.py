@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.cext import _io
+from deltafin.errors import NoMemory
 from deltafin.indexer import discard, disk_error, make_directory, publish, temporary
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Drive:
 
         Cancelling the future of a work that has not begun drops it. Who lends memory to the work gives a `future`
         that is on record already: an interrupt may come when the work is queued and before this returns. Raises
-        RuntimeError once closed.
+        RuntimeError once closed, NoMemory if no thread can be started.
         """
         future = future or Future()
 
@@ -136,7 +137,13 @@ class Drive:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the drive is closed")
-            self._pool.submit(self._run_next)  # a turn for each task; which task gets it is decided when it comes
+            try:
+                self._pool.submit(self._run_next)  # a turn for each task; which one gets it is decided when it comes
+            except RuntimeError as e:
+                raise NoMemory(
+                    f"{self.path}: cannot start a thread to read with ({e}); raise the limit of memory (ulimit -v) or "
+                    "of processes (ulimit -u)"
+                ) from None
             heapq.heappush(self._tasks, _Task(0 if urgent else 1, next(self._numbers), run, drop))
         return future
 
