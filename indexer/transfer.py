@@ -7,6 +7,7 @@ of the HTTP library are named by kind and never quoted, because they quote addre
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import logging
 import os
@@ -18,9 +19,10 @@ from collections.abc import Generator, Iterator
 import requests
 import urllib3
 
-from deltafin.errors import NetworkError, Refused
+from deltafin.errors import DiskError, NetworkError, Refused
 
 READ_NBYTES = 1 << 18
+_OUT_OF_FILES = os.strerror(errno.EMFILE)
 _TELL_EVERY_S = 0.1
 # A body slower than this on average, looked at after a while, is given up: it would hold a worker for days.
 _SLOWEST_NBYTES_S = 1024
@@ -71,6 +73,8 @@ class Transfers:
         try:
             return session.get(url, headers=headers, allow_redirects=False, stream=True, timeout=self._timeouts)
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as e:
+            if _OUT_OF_FILES in repr(e):  # this process's own limit: no server is at fault, and trying again is vain
+                raise DiskError(f"{_host(url)}: cannot connect: too many open files; allow more (ulimit -n)") from None
             raise Again(f"{_host(url)}: {_kind(e)}") from None
         except OSError as e:  # requests raises it bare for a certificate bundle that is not there
             raise Refused(f"{_host(url)}: cannot connect ({str(e)[:200]})") from None

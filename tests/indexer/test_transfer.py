@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from deltafin.errors import NetworkError
+from deltafin.errors import DiskError, NetworkError
 from deltafin.indexer import Expected, RemoteFiles, transfer
 
 SIZE = 900_000
@@ -213,3 +215,23 @@ def test_arrivals_are_told_while_they_happen_and_add_up(server, files):
     files.on_arrival = lambda: told.append(files.stats.nbytes)
     read(files, 0, SIZE)
     assert told[-1] == SIZE and told == sorted(told)
+
+
+def test_out_of_open_files_is_said_at_once_and_not_blamed_on_the_server(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    server = Server()
+    files = RemoteFiles(server.url)
+    files.read_into("warm", 0, memoryview(bytearray(8)), Expected(SIZE))  # what is imported on first use is there now
+    files.close()
+    files = RemoteFiles(server.url)
+    taken = os.open(tmp_path, os.O_RDONLY)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken, hard))
+        with pytest.raises(DiskError, match="too many open files"):
+            files.read_into("file", 0, memoryview(bytearray(8)), Expected(SIZE))
+        assert files.stats.retries == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(taken)
+        files.close()
+        server.close()
