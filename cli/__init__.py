@@ -1,4 +1,4 @@
-"""The commands: df-index, df-fetch, df-run, df-bench. Each parses, calls one function of a room, prints.
+"""The commands: df-index, df-fetch, df-run, df-bench, df-plan. Each parses, calls one function of a room, prints.
 
 Results go to stdout, progress and statistics to stderr. Exit status: 0 done, 1 failed (one line on
 stderr says why and what to do), 2 wrong usage, 130 interrupted. Rooms are imported inside the commands,
@@ -22,7 +22,8 @@ COMMANDS = {
     "df-index": "where every byte of a model lies: build, show, check, list",
     "df-fetch": "bring a model's bytes to this machine: warm, spine, all, status, verify, rm",
     "df-run": "continue a prompt with a model",
-    "df-bench": "measure this machine in the terms the engine works in: kernels, io, http, pass, prefill, fullsize",
+    "df-bench": "measure this machine in the terms the engine works in: kernels, io, http, pass, tokens and more",
+    "df-plan": "say what this machine will do with a model, before it is downloaded; and doctor",
 }
 
 _INTERRUPTED = 130
@@ -76,6 +77,15 @@ def bench_main() -> None:
         return bench
 
     sys.exit(_execute(command, "df-bench"))
+
+
+def plan_main() -> None:
+    def command() -> click.Command:
+        from deltafin.cli.plan import plan
+
+        return plan
+
+    sys.exit(_execute(command, "df-plan"))
 
 
 def _execute(load: Callable[[], click.Command], name: str) -> int:

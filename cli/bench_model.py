@@ -143,9 +143,18 @@ def bench_prefill(
 
 @click.command("fullsize")
 @options(_folder, ram_option, threads_option, spine_option, json_option, verbose_option)
+@click.option(
+    "--rate", type=ByteSize(), metavar="SIZE", help="Bytes a second that the root is held to (default: not at all)."
+)
 @click.option("--tokens", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="How many passes.")
 def bench_fullsize(
-    folder: Path | None, ram: int | None, threads: int | None, spine: str | None, as_json: bool, tokens: int
+    folder: Path | None,
+    ram: int | None,
+    threads: int | None,
+    spine: str | None,
+    as_json: bool,
+    rate: int | None,
+    tokens: int,
 ) -> None:
     """Run tokens through Kimi K3's full shape.
 
@@ -154,25 +163,30 @@ def bench_fullsize(
 
     Example: df-bench fullsize --dir /data/k3-stand-in --ram 4GB
     """
+    from deltafin.cli.bench_tokens import compared, print_compared
     from deltafin.runtime import Model, Want, fullsize
     from deltafin.store import default_cache, open_store, raw_rate
 
+    if rate == 0:
+        raise click.BadParameter("nothing is read at a rate of 0", param_hint="--rate")
     standin = _standin(folder or default_cache() / "stand-in")
     want = Want(rows=1, tokens=tokens + 1)
-    with open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store:
+    with open_store(standin.model, cache_dir=standin.cache_dir, offline=True, rate=rate) as store:
         packs = RELEASED if spine in (None, RELEASED) else _standin_packs(store, spine)
         limits = [raw_rate(store)]  # not while the model is there: it takes memory of its own
         with Model(store, ram=ram, threads=threads, want=want, spine=packs) as model, _layers_bar(model, tokens) as bar:
             report = fullsize.measure(model, tokens=tokens, progress=bar)
-    with open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store:
+            plan = compared(model, report, default_cache(), drive=rate or limits[0])
+    with open_store(standin.model, cache_dir=standin.cache_dir, offline=True, rate=rate) as store:
         limits.append(raw_rate(store))
     limit = max((rate for rate in limits if rate is not None), default=None)
     if as_json:
         memory = model.memory.as_json() if model.memory is not None else None
         print_json({**_about(standin), **asdict(report), "raw_rate": limit, "memory": memory,
-                    "spine": model.spine_label or "released"})  # fmt: skip
+                    "spine": model.spine_label or "released", "plan": plan and plan.as_json()})  # fmt: skip
         return
     _print_fullsize(standin, model, report, limit)
+    print_compared(plan)
 
 
 # ---- stand-ins -------------------------------------------------------------------------------------------
@@ -259,11 +273,11 @@ def _print_pass(cost: PassCost) -> None:
     )
     click.echo(
         f"  drive {cost.drive_s:.3f} s for {_size(cost.read_nbytes)}, compute {cost.compute_s:.3f} s; "
-        + _causes(cost.parts, cost.passes)
+        + causes(cost.parts, cost.passes)
     )
 
 
-def _causes(parts: LayerTimes, passes: int) -> str:
+def causes(parts: LayerTimes, passes: int) -> str:
     return (
         f"waiting: spine {parts.spine_wait_s / passes:.3f}, experts {parts.expert_wait_s / passes:.3f}; "
         f"computing: attention {parts.attention_s / passes:.3f}, shared {parts.shared_s / passes:.3f}, "
@@ -280,7 +294,7 @@ def _print_prefill(name: str, cost: PrefillCost, rate: float | None) -> None:
         f"  layers   {cost.spine_visits:,} visits of {cost.layers + 1} with the globals\n"
         f"  reading  {_size(cost.read_nbytes)} from drives{at_most}\n"
         f"  compute  {cost.flop / 1e12:.2f} TFLOP, at the peak {cost.flop_limit_s:.2f} s\n"
-        f"  {_causes(cost.parts, 1)}"
+        f"  {causes(cost.parts, 1)}"
     )
 
 
@@ -305,5 +319,5 @@ def _print_fullsize(standin: Standin, model: Model, report: fullsize.Report, lim
             f"{cost.id:8} {cost.wall_s:8.2f} {limit_s:8.2f} {ratio:6.2f} {cost.expert_nbytes:16,} "
             f"{cost.spine_nbytes:16,} {cost.head_nbytes:14,} {cost.row_nbytes:7,} {device:>10}"
         )
-        click.echo(f"         {_causes(cost.parts, 1)}, head {cost.head_s:.3f}")
+        click.echo(f"         {causes(cost.parts, 1)}, head {cost.head_s:.3f}")
     click.echo(f"peak memory {_size(report.peak_rss_nbytes)}")

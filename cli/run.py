@@ -37,6 +37,7 @@ from deltafin.errors import BadRequest, NotFound
 
 if TYPE_CHECKING:
     from deltafin.runtime import Model, RunTimes, Tokenizer
+    from deltafin.runtime.planner import Outcome as PlanOutcome
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -122,10 +123,11 @@ def run(
             printer = _Printer(engine, as_ids or engine.tokenizer is None, quiet=as_json)
             _fetch_ahead(engine, len(ids) + max_new, yes=yes)
             outcome = _generate(engine, ids, max_new, trace, printer)
+            plan = _compare(engine, len(ids), outcome)
             if as_json:
-                print_json(_as_json(engine, ids, outcome))
+                print_json({**_as_json(engine, ids, outcome), "plan": None if plan is None else asdict(plan)})
             if stats:
-                _print_stats(engine, len(ids), outcome)
+                _print_stats(engine, len(ids), outcome, plan)
 
 
 def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: Path | None, prompt_ids: str | None) -> str | None:
@@ -263,6 +265,19 @@ class _Printer:
 # ---- afterwards ---------------------------------------------------------------------------------------
 
 
+def _compare(engine: Model, prompt_tokens: int, outcome: _Outcome) -> PlanOutcome | None:
+    """What df-plan would have said of the tokens after the first, if it knows this machine; remembered for it."""
+    later = len(outcome.ids) - 1
+    if engine.memory is None or later < 1:
+        return None
+    from deltafin.runtime.planner import compare
+
+    measured_s = (outcome.total_s - outcome.first_token_s) / later
+    cache = engine.store.roots[0].path
+    found = compare(engine, cache, "df-run", rows=prompt_tokens, tokens=later, measured_s=measured_s)
+    return None if found is None else found[0]
+
+
 def _as_json(engine: Model, prompt_ids: Sequence[int], outcome: _Outcome) -> dict[str, object]:
     return {
         "model": engine.store.model,
@@ -283,7 +298,7 @@ def _as_json(engine: Model, prompt_ids: Sequence[int], outcome: _Outcome) -> dic
     }
 
 
-def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome) -> None:
+def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome, plan: PlanOutcome | None) -> None:
     from deltafin.cli.progress import human_nbytes
     from deltafin.store import SOURCES
 
@@ -298,6 +313,10 @@ def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome) -> None:
     ]
     if times.passes:
         lines += _times_lines(times)
+    if plan is not None:
+        lines.append(
+            f"plan      {plan.predicted_s:.3f} s a token after the first, as df-plan has it ({plan.error:+.0%})"
+        )
     asked = counts["expert_visits"] * store.catalog.expert_nbytes + counts["spine_nbytes"] + counts["head_nbytes"]
     for source in SOURCES:
         spans, nbytes = counts[f"{source}_spans"], counts[f"{source}_nbytes"]

@@ -22,17 +22,21 @@ from deltafin.indexer.publish import (
     is_alive,
     make_directory,
     publish,
+    stale_files,
     sync_directory,
     temporary,
     this_host,
 )
 from deltafin.indexer.remote import RemoteFiles, RemoteStats, RetryPolicy
 from deltafin.indexer.roles import EXPERT_PARTS, LAYER_PREFIX, ExpertPart, expert_layout
-from deltafin.indexer.sources import Location, Source
+from deltafin.indexer.sketch import Plannable, Sketch
+from deltafin.indexer.sources import K3_REPO, K3_REVISION, Location, Source
 
 __all__ = [
     "EXPERT_PARTS",
     "GLOBALS",
+    "K3_REPO",
+    "K3_REVISION",
     "LAYER_PREFIX",
     "LORA_NORM_EPS",
     "Answer",
@@ -45,12 +49,14 @@ __all__ = [
     "ModelConfig",
     "ModelRef",
     "Place",
+    "Plannable",
     "Progress",
     "RemoteFiles",
     "RemoteStats",
     "RetryPolicy",
     "RowTable",
     "Shard",
+    "Sketch",
     "Source",
     "Span",
     "SpineGroup",
@@ -74,6 +80,7 @@ __all__ = [
     "parse_model",
     "publish",
     "source_of",
+    "stale_files",
     "sync_directory",
     "temporary",
     "this_host",

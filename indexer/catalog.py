@@ -333,20 +333,44 @@ def _records(name: str, location: Location, layout: Layout, files: dict[str, byt
     for i, shard in enumerate(layout.shards):
         yield b"h/%05d" % i, _json(asdict(shard))
     for layer, places in layout.spine.items():
-        yield b"s/%05d" % layer, _json(_group(places))
+        yield b"s/%05d" % layer, _json(_group_record(spine_group(places)))
     final = sorted(
         (layout.globals[roles.FINAL_PREFIX + n] for n in roles.FINAL_NAMES), key=lambda p: (p.shard, p.offset)
     )
-    yield b"s/final", _json(_group(final))
-    yield b"t/embedding", _json(_row_table(layout.globals[roles.EMBEDDING], EMBEDDING_SPAN_NBYTES))
-    yield b"t/head", _json(_row_table(layout.globals[roles.HEAD], SPINE_SPAN_NBYTES))
+    yield b"s/final", _json(_group_record(spine_group(final)))
+    yield b"t/embedding", _json(_table_record(row_table(layout.globals[roles.EMBEDDING], EMBEDDING_SPAN_NBYTES)))
+    yield b"t/head", _json(_table_record(row_table(layout.globals[roles.HEAD], SPINE_SPAN_NBYTES)))
     for layer, spans in layout.experts.items():
         for expert, (shard, offset) in enumerate(spans.tolist()):
             yield _EXPERT_KEY.pack(b"e", layer, expert), _EXPERT.pack(shard, offset)
 
 
-def _group(places: list[Place]) -> dict[str, object]:
-    """Matrices cut at rows, and runs of touching small tensors."""
+def spine_group(places: list[Place]) -> SpineGroup:
+    """Tensors in file order as they are read: matrices cut at rows, and runs of touching small tensors."""
+    return SpineGroup(tuple(Span(*span) for span in _spans(places)), tuple(places))
+
+
+def row_table(place: Place, limit: int) -> RowTable:
+    """A table cut at rows: as many to a span, a power of two, as fit into `limit` bytes."""
+    rows, row_nbytes = place.shape[0], place.nbytes // place.shape[0]
+    rows_per_span = 1
+    while rows_per_span * 2 * row_nbytes <= limit and rows_per_span < rows:
+        rows_per_span *= 2
+    step = rows_per_span * row_nbytes
+    spans = (Span(place.shard, place.offset + at, min(step, place.nbytes - at)) for at in range(0, place.nbytes, step))
+    return RowTable(place, rows_per_span, tuple(spans))
+
+
+def _group_record(group: SpineGroup) -> dict[str, object]:
+    return {"spans": [_span(s) for s in group.spans], "tensors": [_place(p) for p in group.tensors]}
+
+
+def _table_record(table: RowTable) -> dict[str, object]:
+    spans = [_span(s) for s in table.spans]
+    return {"tensor": _place(table.tensor), "rows_per_span": table.rows_per_span, "spans": spans}
+
+
+def _spans(places: list[Place]) -> list[tuple[int, int, int]]:
     spans: list[tuple[int, int, int]] = []
     open_end: tuple[int, int] | None = None  # shard and offset at which a small tensor may join the last span
     for p in places:
@@ -359,7 +383,7 @@ def _group(places: list[Place]) -> dict[str, object]:
         else:
             spans.append((p.shard, p.offset, p.nbytes))
         open_end = (p.shard, p.offset + p.nbytes)
-    return {"spans": spans, "tensors": [_place(p) for p in places]}
+    return spans
 
 
 def _row_spans(place: Place) -> list[tuple[int, int, int]]:
@@ -370,14 +394,8 @@ def _row_spans(place: Place) -> list[tuple[int, int, int]]:
     return [(place.shard, place.offset + at, min(step, place.nbytes - at)) for at in range(0, place.nbytes, step)]
 
 
-def _row_table(place: Place, limit: int) -> dict[str, object]:
-    rows, row_nbytes = place.shape[0], place.nbytes // place.shape[0]
-    rows_per_span = 1
-    while rows_per_span * 2 * row_nbytes <= limit and rows_per_span < rows:
-        rows_per_span *= 2
-    step = rows_per_span * row_nbytes
-    spans = [(place.shard, place.offset + at, min(step, place.nbytes - at)) for at in range(0, place.nbytes, step)]
-    return {"tensor": _place(place), "rows_per_span": rows_per_span, "spans": spans}
+def _span(s: Span) -> tuple[int, int, int]:
+    return s.shard, s.offset, s.nbytes
 
 
 def _place(p: Place) -> tuple[str, str, tuple[int, ...], int, int, int]:

@@ -72,12 +72,22 @@ def sync_directory(directory: Path) -> None:
 
 def clear_stale(directory: Path) -> int:
     """Removes temporary files whose writer no longer lives; returns how many."""
-    host = this_host()
     removed = 0
+    for path in stale_files(directory):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed += 1
+    return removed
+
+
+def stale_files(directory: Path) -> list[Path]:
+    """Temporary files whose writer no longer lives."""
+    host = this_host()
+    found = []
     try:
         entries = list(os.scandir(directory))
     except OSError:
-        return 0
+        return []
     for entry in entries:
         fields = entry.name.rsplit(".", 4)
         if not entry.name.endswith(_SUFFIX) or len(fields) != 5:
@@ -88,9 +98,8 @@ def clear_stale(directory: Path) -> int:
             else:
                 stale = time.time() - entry.stat().st_mtime > _FOREIGN_AGE_S
             if stale:
-                os.unlink(entry.path)
-                removed += 1
-    return removed
+                found.append(Path(entry.path))
+    return found
 
 
 def disk_error(e: OSError, path: Path, what: str = "cannot write") -> DeltafinError:

@@ -8,8 +8,8 @@ The room does not know where weights come from (that is the store's) nor how out
 line's). Importing it imports no torch; opening a model does.
 """
 
-from deltafin.runtime.clock import LayerTimes, PassTimes, RunTimes
-from deltafin.runtime.memory import MemoryPlan, Want
+from deltafin.runtime.clock import LayerTimes, PassTimes, RunTimes, typical
+from deltafin.runtime.memory import MemoryPlan, Want, default_budget
 from deltafin.runtime.model import Model, load_tokenizer, open
 from deltafin.runtime.observer import Observer, Point, RowSpan
 from deltafin.runtime.segment import Logits, Segment
@@ -37,8 +37,10 @@ __all__ = [
     "TraceWriter",
     "Utf8Stream",
     "Want",
+    "default_budget",
     "expert_uses",
     "load_tokenizer",
     "open",
     "read_trace",
+    "typical",
 ]

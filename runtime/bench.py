@@ -8,6 +8,7 @@ turn counts, so that a busy machine disturbs both alike.
 from __future__ import annotations
 
 import mmap
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,6 +118,39 @@ def kernels(
 def case_count(threads: int | None = None) -> int:
     """How many rates `kernels` measures."""
     return len(_thread_counts(threads)) * len(MATRICES) * len(ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """What a plan needs: medians of a few turns with all threads."""
+
+    seconds: dict[str, tuple[float, ...]]  # format -> a weight's, for each number of rows
+    memory_rate: float  # bytes a second that are read
+    turns: int
+
+
+def brief(matrices: Sequence[Matrix], rows: Sequence[int], *, turns: int = 5) -> Brief:
+    """Measures few cases, with the threads that are set; a second or two."""
+    with _settings(None):
+        arena = _Arena(_arena_nbytes())
+        cases: dict[tuple[Matrix, int], _Case] = {}
+        for matrix in matrices:
+            weights = _Packed(arena.words.nbytes, matrix) if matrix.format == "bf12" else arena
+            for count in rows:
+                cases[matrix, count] = _Case(matrix, count, _math.threads(), arena, weights)
+        times: dict[tuple[Matrix, int], list[float]] = {key: [] for key in cases}
+        reads: list[float] = []
+        for turn in range(turns):
+            part = arena.bytes(turn * READ_PART % arena.words.nbytes, READ_PART)
+            start = time.perf_counter()
+            _math.limit_read(part, PREFETCHES[1])
+            reads.append(part.size / (time.perf_counter() - start))
+            for key, case in cases.items():
+                start = time.perf_counter()
+                case.run()
+                times[key].append((time.perf_counter() - start) / case.weights)
+        seconds = {m.format: tuple(statistics.median(times[m, count]) for count in rows) for m in matrices}
+        return Brief(seconds, statistics.median(reads), turns)
 
 
 def _thread_counts(threads: int | None) -> list[int]:
@@ -297,6 +331,7 @@ class _Case:
                 products = [(out, x, *pair) for out, pair in zip(outs, planes, strict=True)]
                 self._calls.append(partial(_math.matmul_mxfp4_each, products))
         self._calls_a_turn = max(1, READ_PART // (n * matrix.row_nbytes * together)) if rows == 1 else 1
+        self.weights = self._calls_a_turn * together * n * matrix.k  # of a turn
         self.work = self._calls_a_turn * together * (n * matrix.row_nbytes if rows == 1 else 2 * rows * n * matrix.k)
 
     def run(self) -> None:

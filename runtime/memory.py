@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
 from deltafin.errors import BadRequest
-from deltafin.indexer import Catalog, ModelConfig
+from deltafin.indexer import ModelConfig
 from deltafin.store import LayerPieces, least_ring_nbytes, slot_nbytes
 
 DEFAULT_SHARE = 0.75  # of what is available: others want to go on too, and the page cache is not nothing
@@ -26,6 +27,16 @@ ROWS_SHARE = 0.5  # of what is free, for the rows of long prompts
 SLOTS_SHARE = 0.5  # of what is free then, so that all reads of a row can be on their way
 RING_SHARE = 0.25  # of what is free then, so that reads go on while others are computed with
 KEY_BLOCK = 256  # latents grow by this many tokens
+
+
+class Planned(Protocol):
+    """All that a plan asks of a model, besides the pieces of its spine."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def expert_nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +95,10 @@ def own_nbytes() -> int:
 
 def available_nbytes() -> int:
     """Memory that can be taken now without swapping."""
-    return min([int(psutil.virtual_memory().available), *_cgroup_left()])
+    return min([int(psutil.virtual_memory().available), *cgroup_left()])
 
 
-def _cgroup_left(proc: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")) -> list[int]:
+def cgroup_left(proc: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")) -> list[int]:
     """What each control group that this process is in, and those above it, still allow."""
     left: list[int] = []
     try:
@@ -190,7 +201,7 @@ def _fixed_nbytes(config: ModelConfig, want: Want, threads: int) -> int:
 # ---- the plan ------------------------------------------------------------------------------------------
 
 
-def least_budget(catalog: Catalog, layers: Sequence[LayerPieces], want: Want, threads: int) -> int:
+def least_budget(catalog: Planned, layers: Sequence[LayerPieces], want: Want, threads: int) -> int:
     """What a pass of one row takes at least; rows wanted beyond one that do not fit it come in further passes."""
     return _Needs(catalog, layers, want, threads).least
 
@@ -206,7 +217,7 @@ class _Needs:
     state: int
     spine: _Spine
 
-    def __init__(self, catalog: Catalog, layers: Sequence[LayerPieces], want: Want, threads: int) -> None:
+    def __init__(self, catalog: Planned, layers: Sequence[LayerPieces], want: Want, threads: int) -> None:
         config = catalog.config
         self.program = _fixed_nbytes(config, want, threads)
         self.row, self.slot = row_nbytes(config), slot_nbytes(catalog.expert_nbytes)
@@ -228,7 +239,7 @@ class _Needs:
             )
 
 
-def plan_memory(budget: int, catalog: Catalog, layers: Sequence[LayerPieces], want: Want, threads: int) -> MemoryPlan:
+def plan_memory(budget: int, catalog: Planned, layers: Sequence[LayerPieces], want: Want, threads: int) -> MemoryPlan:
     """Spends `budget` bytes on the spine's `layers`, experts and rows. Raises BadRequest if it is too small."""
     config = catalog.config
     needs = _Needs(catalog, layers, want, threads)
@@ -276,24 +287,26 @@ class _Spine:
     """Which layers stay, and what the others pass through."""
 
     def __init__(self, layers: Sequence[LayerPieces]) -> None:
-        self._layers = layers
-        self._all_nbytes = sum(layer.slots_nbytes for layer in layers)
+        self._slots_nbytes = [layer.slots_nbytes for layer in layers]
+        self._all_nbytes = sum(self._slots_nbytes)
         self._held = 2 * max(layer.held_nbytes for layer in layers)
         self._least_ring = least_ring_nbytes(layers)
-        self._most_ring = max(self._least_ring, max(layer.slots_nbytes - layer.held_nbytes for layer in layers))
+        self._most_ring = max(
+            self._least_ring, max(n - layer.held_nbytes for n, layer in zip(self._slots_nbytes, layers, strict=True))
+        )
         self.least_nbytes = min(self._all_nbytes, self._least_ring + self._held)
 
     def kept_nbytes(self, resident: Sequence[int]) -> int:
-        return sum(self._layers[n].slots_nbytes for n in resident)
+        return sum(self._slots_nbytes[n] for n in resident)
 
     def spend(self, nbytes: int) -> tuple[int, int, tuple[int, ...]]:
         """Bytes of the ring, of the buffers for what is held, and the resident layers."""
         if nbytes >= self._all_nbytes:
-            return 0, 0, tuple(range(len(self._layers)))
+            return 0, 0, tuple(range(len(self._slots_nbytes)))
         free = nbytes - self._least_ring - self._held
         ring = min(self._most_ring, self._least_ring + int(RING_SHARE * free))
         left = nbytes - ring - self._held
-        total = len(self._layers)
+        total = len(self._slots_nbytes)
         for count in range(total - 1, -1, -1):
             # Spread over the pass, so that the reader always has something to do and never too much.
             resident = tuple((2 * i + 1) * total // (2 * count) for i in range(count))

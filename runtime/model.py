@@ -122,6 +122,11 @@ class Model:
         return packs is None or packs.format.as_released
 
     @property
+    def packs(self) -> PackSet | None:
+        """The packs that the spine is taken from; None is the released bytes."""
+        return self._backend.packs
+
+    @property
     def packed_layers(self) -> frozenset[int]:
         """The layers whose spine is taken from packs."""
         packs = self._backend.packs

@@ -10,8 +10,14 @@ never imports torch.
 from deltafin.store.arena import slot_nbytes
 from deltafin.store.bulk import FetchPlan, fetch, free_nbytes, measure_rate, plan_fetch
 from deltafin.store.check import Status, VerifyReport, nbytes_to_verify, read_status, removable, remove, verify
-from deltafin.store.encodings import Bf12, Bf16, Int8, PackFormat, Raw
+from deltafin.store.drive import DEPTH, DIRECT_FROM_NBYTES
+from deltafin.store.driveprobe import DriveProbe, device_of, direct_reads, probe_drive
+from deltafin.store.encodings import Bf12, Bf16, Encoding, Int8, PackFormat, Raw
+from deltafin.store.foreseen import foreseen_packs, piece_encoding
 from deltafin.store.idle import BusyLine, Idle, lower_priority
+from deltafin.store.iobench import file_system
+from deltafin.store.lineprobe import probe_line
+from deltafin.store.objectlog import ObjectLog
 from deltafin.store.opening import default_cache, is_offline, open_catalog, open_store
 from deltafin.store.packcheck import removable_packs, remove_packs
 from deltafin.store.packing import PackPlan, PackTotals, plan_packs, write_packs
@@ -34,17 +40,22 @@ from deltafin.store.store import Store
 from deltafin.store.tuning import raw_rate, tune
 
 __all__ = [
+    "DEPTH",
+    "DIRECT_FROM_NBYTES",
     "HEAD",
     "SOURCES",
     "Bf12",
     "Bf16",
     "Block",
     "BusyLine",
+    "DriveProbe",
+    "Encoding",
     "FetchPlan",
     "Idle",
     "Int8",
     "Item",
     "LayerPieces",
+    "ObjectLog",
     "Pack",
     "PackFormat",
     "PackPiece",
@@ -63,8 +74,12 @@ __all__ = [
     "VerifyReport",
     "all_items",
     "default_cache",
+    "device_of",
+    "direct_reads",
     "expert_items",
     "fetch",
+    "file_system",
+    "foreseen_packs",
     "free_nbytes",
     "is_offline",
     "least_ring_nbytes",
@@ -77,8 +92,11 @@ __all__ = [
     "open_store",
     "pair_items",
     "parse_numbers",
+    "piece_encoding",
     "plan_fetch",
     "plan_packs",
+    "probe_drive",
+    "probe_line",
     "raw_rate",
     "read_status",
     "removable",

@@ -279,7 +279,7 @@ def span_files(
     count = nbytes // (2 * SPAN_NBYTES)
     if count < 2:
         raise BadRequest(f"{nbytes} bytes of test files are too few; from {4 * SPAN_NBYTES} on")
-    aligned = _objects(directory, count)
+    aligned = expert_objects(directory, count)
     objects = bool(aligned)
     needed = (1 if objects else 2) * count * SPAN_NBYTES + SPARE_NBYTES
     if (free := free_nbytes(directory)) < needed:
@@ -295,11 +295,11 @@ def span_files(
             clear_stale(tmp)
             while len(aligned) < count:
                 made.append(temporary(tmp, "bench"))
-                _write(made[-1], SPAN_NBYTES, written)
+                write_test_file(made[-1], SPAN_NBYTES, written)
                 aligned.append((made[-1], 0, SPAN_NBYTES))
             shard = temporary(tmp, "bench")
             made.append(shard)
-            _write(shard, PHASE + count * SPAN_NBYTES, written)
+            write_test_file(shard, PHASE + count * SPAN_NBYTES, written)
         except OSError as e:
             raise disk_error(e, tmp) from None
         in_place = tuple((shard, PHASE + i * SPAN_NBYTES, SPAN_NBYTES) for i in range(count))
@@ -314,14 +314,14 @@ def span_files(
             tmp.rmdir()
 
 
-def _objects(directory: Path, count: int) -> list[Span]:
+def expert_objects(directory: Path, count: int) -> list[Span]:
     """So many experts among the objects of a root, or none."""
     found = (name for name, nbytes in Root(directory).object_files() if nbytes == SPAN_NBYTES)
     names = list(islice(found, count))
     return [(directory / "objects" / n[:2] / n, 0, SPAN_NBYTES) for n in names] if len(names) == count else []
 
 
-def _write(path: Path, nbytes: int, written: Callable[[int], None]) -> None:
+def write_test_file(path: Path, nbytes: int, written: Callable[[int], None]) -> None:
     """Fills a file with what no drive can compress, and nothing of it stays in the page cache."""
     block = np.random.default_rng(os.getpid()).bytes(min(nbytes, SPAN_NBYTES) + 1)
     with open(path, "xb", buffering=0) as f:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.errors import DeltafinError
-from deltafin.indexer import GLOBALS, LAYER_PREFIX, Catalog, Place, Span
+from deltafin.indexer import GLOBALS, LAYER_PREFIX, Place, Plannable, Span
 from deltafin.store.arena import Arena, slot_nbytes
 from deltafin.store.drive import wait_out
 from deltafin.store.encodings import Bf12, Bf16, Encoding, Int8, Raw, decode, matrices_of
@@ -98,7 +98,7 @@ class LayerPieces:
         return sum(slot_nbytes(p.nbytes) for p in (*self.held, *self.streamed))
 
 
-def spine_pieces(catalog: Catalog, uses: Uses, packs: PackSet | None = None) -> list[LayerPieces]:
+def spine_pieces(catalog: Plannable, uses: Uses, packs: PackSet | None = None) -> list[LayerPieces]:
     """Every layer's pieces, and the globals with the head after them."""
     layers = [
         _layer_pieces(catalog, n, f"{LAYER_PREFIX}{n}.", uses(n), packs.layer(n) if packs is not None else None)
@@ -115,7 +115,7 @@ def spine_pieces(catalog: Catalog, uses: Uses, packs: PackSet | None = None) -> 
 
 
 def _layer_pieces(
-    catalog: Catalog, number: int, prefix: str, uses: Sequence[str], packed: Mapping[Span, Packed] | None
+    catalog: Plannable, number: int, prefix: str, uses: Sequence[str], packed: Mapping[Span, Packed] | None
 ) -> LayerPieces:
     group = catalog.spine(number)
     streamed: dict[str, list[Piece]] = {name: [] for name in uses}

@@ -67,6 +67,7 @@ def df(monkeypatch, capfdbinary, tmp_path) -> Iterator[Callable[..., Done]]:
         "df-bench": cli.bench_main,
         "df-fetch": cli.fetch_main,
         "df-index": cli.index_main,
+        "df-plan": cli.plan_main,
         "df-run": cli.run_main,
     }
     logger = logging.getLogger("deltafin")

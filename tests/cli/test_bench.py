@@ -87,13 +87,14 @@ def test_fullsize_prints_a_line_a_token(tmp_path, monkeypatch):
     monkeypatch.setenv("DELTAFIN_CACHE", str(tmp_path / "cache"))
     done = CliRunner().invoke(bench, ["fullsize", "--tokens", "2"])
     assert done.exit_code == 0, done.output
-    first, memory, head, *tokens, last = done.stdout.splitlines()
+    first, memory, head, *tokens, last, plan = done.stdout.splitlines()
     assert first.startswith(f"k3-stand-in in {tmp_path / 'cache' / 'stand-in'}: 140 spans in ")
     assert "layers, the head among them, resident" in memory and "spine released" in memory
     assert head.split()[:5] == ["token", "s", "limit", "ratio", "experts"]
     assert len(tokens) == 4, "each with a line of causes"
     assert "waiting: spine" in tokens[1] and "computing: attention" in tokens[1]
     assert last.startswith("peak memory ")
+    assert plan.startswith("plan     none")
 
 
 def test_every_measurement_has_help_with_an_example():

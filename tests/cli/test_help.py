@@ -14,7 +14,7 @@ import deltafin
 from deltafin.cli.options import ByteSize
 from deltafin.cli.progress import human_nbytes, human_seconds
 
-NAMES = ["df-index", "df-fetch", "df-run", "df-bench"]
+NAMES = ["df-index", "df-fetch", "df-run", "df-bench", "df-plan"]
 
 
 def _run(name: str, *args: str, **keywords) -> subprocess.CompletedProcess[str]:
@@ -43,9 +43,16 @@ def test_every_subcommand_has_help_with_an_example_and_says_what_its_options_do(
     from deltafin.cli.bench import bench
     from deltafin.cli.fetch import fetch
     from deltafin.cli.index import index
+    from deltafin.cli.plan import plan
     from deltafin.cli.run import run
 
-    commands = [run, *bench.commands.values(), *fetch.commands.values(), *index.commands.values()]
+    commands = [
+        run,
+        *plan.commands.values(),
+        *bench.commands.values(),
+        *fetch.commands.values(),
+        *index.commands.values(),
+    ]
     for command in commands:
         text = command.help or ""
         assert "Example: df-" in text or command.name == "list", command.name

@@ -166,7 +166,7 @@ def test_json_is_one_object_with_everything_and_nothing_else_is_printed(df, capi
     found = done.json
     assert found.keys() == {
         "model", "identity", "prompt_ids", "ids", "text", "stopped", "first_token_s", "total_s", "bytes", "requests",
-        "passes", "spine", "as_released", "memory", "seconds",
+        "passes", "spine", "as_released", "memory", "seconds", "plan",
     }  # fmt: skip
     assert (found["model"], found["prompt_ids"]) == ("demo", capital["prompt_ids"])
     assert (found["ids"], found["stopped"], found["requests"]) == (capital["ids"][:5], False, 0)

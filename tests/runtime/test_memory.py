@@ -135,7 +135,7 @@ def test_the_smallest_of_all_groups_above_counts(tmp_path):
     (tmp_path / "a" / "memory.stat").write_text("anon 4000\ninactive_file 300\n")
     proc = tmp_path / "cgroup"
     proc.write_text("0::/a/b\n")
-    assert m._cgroup_left(proc, tmp_path) == [800]
+    assert m.cgroup_left(proc, tmp_path) == [800]
 
 
 def test_groups_of_the_older_kind_and_none_at_all(tmp_path):
@@ -145,10 +145,10 @@ def test_groups_of_the_older_kind_and_none_at_all(tmp_path):
     (folder / "memory.usage_in_bytes").write_text("2000")
     proc = tmp_path / "cgroup"
     proc.write_text("5:cpu,cpuacct:/docker\n4:memory:/docker\n")
-    assert m._cgroup_left(proc, tmp_path) == [7000]
+    assert m.cgroup_left(proc, tmp_path) == [7000]
     (folder / "memory.limit_in_bytes").write_text(str(1 << 62))  # how "none" looks there
-    assert m._cgroup_left(proc, tmp_path) == []
-    assert m._cgroup_left(tmp_path / "none", tmp_path) == []
+    assert m.cgroup_left(proc, tmp_path) == []
+    assert m.cgroup_left(tmp_path / "none", tmp_path) == []
 
 
 def test_the_default_is_within_what_is_available():
