@@ -70,7 +70,7 @@ class NoMemory(DeltafinError):
 
 
 class DiskError(DeltafinError):
-    pass
+    errno: int | None = None  # of the system, where it gave one
 
 
 class NotANumber(DeltafinError):

@@ -20,9 +20,9 @@ from deltafin.errors import DeltafinError, NoMemory
 
 COMMANDS = {
     "df-index": "where every byte of a model lies: build, show, check, list",
-    "df-fetch": "bring a model's bytes to this machine: warm, spine, all, status, verify, rm",
+    "df-fetch": "bring a model's bytes to this machine, look at them, check, place and remove them",
     "df-run": "continue a prompt with a model",
-    "df-bench": "measure this machine in the terms the engine works in: kernels, io, http, pass, tokens and more",
+    "df-bench": "measure this machine in the terms the engine works in: kernels, io, http, roots, tokens and more",
     "df-plan": "say what this machine will do with a model, before it is downloaded; and doctor",
 }
 

@@ -11,6 +11,7 @@ from deltafin import __version__
 from deltafin.cli.bench_http import bench_http
 from deltafin.cli.bench_io import bench_io
 from deltafin.cli.bench_model import bench_fullsize, bench_pass, bench_prefill
+from deltafin.cli.bench_roots import bench_roots
 from deltafin.cli.bench_tokens import bench_tokens
 from deltafin.cli.options import json_option, options, print_json, verbose_option
 
@@ -74,5 +75,5 @@ def _as_json(report: Report) -> dict[str, object]:
     return {"isa": report.isa, "turns": report.turns, "arena_nbytes": report.arena_nbytes, "rates": rates}
 
 
-for command in (bench_io, bench_http, bench_pass, bench_prefill, bench_tokens, bench_fullsize):
+for command in (bench_io, bench_http, bench_roots, bench_pass, bench_prefill, bench_tokens, bench_fullsize):
     bench.add_command(command)

@@ -25,6 +25,7 @@ from deltafin.cli.options import (
     verbose_option,
     yes_option,
 )
+from deltafin.cli.place import evict, pin, place, root_lines, roots_as_json, unpin
 from deltafin.errors import BadRequest, NoSpace
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ def _pack_spine(store: Store, format: PackFormat, layers: list[int], beside: Fet
 
     plan = plan_packs(store, format, layers)
     label, cache = f"spine of {store.model} as {format.label}", store.roots[0].path
-    written, free = plan.pack_nbytes + beside.nbytes, free_nbytes(cache)
+    written = plan.pack_nbytes + beside.nbytes
+    free = free_nbytes(cache) if (space := store.roots[0].space) is None else space.room()
     if written > free:
         raise NoSpace(
             f"{label}: about {human_nbytes(written)} are to be written, but {cache} has {human_nbytes(free)} free; "
@@ -246,9 +248,10 @@ def fetch_status(
 
     with opened_store(model, cache_dir=cache_dir, roots=roots, offline=True, revision=revision) as store:
         s = read_status(store)
-    if as_json:
-        print_json(s.as_json())
-        return
+        if as_json:
+            print_json({**s.as_json(), **roots_as_json(store)})
+            return
+        beside = root_lines(store)
     expert_total, expert_here = s.experts * s.expert_nbytes, s.experts_present * s.expert_nbytes
     click.echo(f"{s.model} ({s.identity})")
     click.echo(f"  spine    {human_nbytes(s.spine_present_nbytes)} of {human_nbytes(s.spine_nbytes)}")
@@ -259,6 +262,8 @@ def fetch_status(
     click.echo(f"  layers   {s.layers_whole} of {s.layers} whole")
     click.echo(f"  cache    {s.cache_objects:,} objects, {human_nbytes(s.cache_nbytes)} in {s.cache_dir}")
     click.echo(f"  free     {human_nbytes(s.free_nbytes)}")
+    for line in beside:
+        click.echo(line)
     for directory in s.shard_directories:
         click.echo(f"  shards   in place in {directory}")
     for packs in s.packs:
@@ -361,3 +366,7 @@ def fetch_rm(
         for format in formats:
             remove_packs(store, format)
         click.echo(f"removed {', '.join(parts)}")
+
+
+for command in (place, pin, unpin, evict):
+    fetch.add_command(command)

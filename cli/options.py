@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +47,8 @@ root_option = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     multiple=True,
     metavar="DIR",
-    help="Another directory with objects or original shards, only read. Repeatable.",
+    help="Another directory with objects or original shards, only read; with options like "
+    "DIR,write,budget=500GB,reserve=20GB objects are kept there too. Repeatable.",
 )
 revision_option = click.option("--revision", metavar="REV", help="Commit, tag or branch of a repository.")
 offline_option = click.option("--offline", is_flag=True, help="Open no socket; what is missing is an error.")
@@ -75,11 +75,11 @@ class ByteSize(click.ParamType[int]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        m = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGTP])(i?)B?|B)?", str(value).strip(), re.IGNORECASE)
-        if m is None:
+        from deltafin.store import parse_nbytes
+
+        if (nbytes := parse_nbytes(str(value))) is None:
             self.fail(f"{value!r} is no size; write 500MB, 1.5TB or a number of bytes", param, ctx)
-        base = 1024 if m[3] else 1000
-        return int(float(m[1]) * base ** ("KMGTP".index(m[2].upper()) + 1 if m[2] else 0))
+        return nbytes
 
 
 ram_option = click.option(
@@ -124,7 +124,7 @@ def opened_store(
 ) -> Iterator[Store]:
     """A store for a command; Ctrl-C ends its transfers at once. Builds a missing catalog, with progress."""
     from deltafin.cli.progress import Progress
-    from deltafin.store import open_store
+    from deltafin.store import open_store, parse_root
 
     progress: Progress | None = None
 
@@ -139,7 +139,7 @@ def opened_store(
         open_store(
             model,
             cache_dir=cache_dir,
-            roots=roots,
+            roots=[parse_root(str(root)) for root in roots],
             offline=offline,
             revision=revision,
             progress=indexed,
@@ -175,11 +175,12 @@ def fetch_with_consent(
     from deltafin import store as room
     from deltafin.cli.progress import Progress, human_nbytes, human_seconds
 
-    free = room.free_nbytes(store.roots[0].path)
+    free, where = store.keeper.room(), " and ".join(str(root.path) for root in store.roots if root.writable)
     if plan.nbytes > free:
+        together = "have together" if sum(root.writable for root in store.roots) > 1 else "has"
         raise NoSpace(
-            f"{label}: {human_nbytes(plan.nbytes)} are missing, but {store.roots[0].path} has {human_nbytes(free)} "
-            "free; free some space, choose another --cache-dir, or take less"
+            f"{label}: {human_nbytes(plan.nbytes)} are missing, but {where} {together} {human_nbytes(free)} "
+            "free; free some space, add a --root that may be written, choose another --cache-dir, or take less"
         )
     items = list(plan.items)
     with Progress(label, plan.nbytes) as progress:
@@ -199,8 +200,7 @@ def fetch_with_consent(
                 duration = "at a rate not measured yet"
             more = f" and up to {human_nbytes(also_nbytes)} of experts as they are needed" if also_nbytes else ""
             ask(
-                f"{label}: {human_nbytes(plan.nbytes)} to fetch{more}, {duration}; "
-                f"{human_nbytes(free)} free in {store.roots[0].path}"
+                f"{label}: {human_nbytes(plan.nbytes)} to fetch{more}, {duration}; {human_nbytes(free)} free in {where}"
             )
         room.fetch(store, items, landed, idle=idle)
 

@@ -33,7 +33,7 @@ from deltafin.cli.options import (
     verbose_option,
     yes_option,
 )
-from deltafin.errors import BadRequest, NotFound
+from deltafin.errors import BadRequest, DeltafinError, NotFound
 
 if TYPE_CHECKING:
     from deltafin.runtime import Model, RunTimes, Tokenizer
@@ -122,7 +122,10 @@ def run(
                 click.echo(f"df-run: spine {engine.spine_label}", err=True)
             printer = _Printer(engine, as_ids or engine.tokenizer is None, quiet=as_json)
             _fetch_ahead(engine, len(ids) + max_new, yes=yes)
-            outcome = _generate(engine, ids, max_new, trace, printer)
+            try:
+                outcome = _generate(engine, ids, max_new, trace, printer)
+            finally:
+                _keep_heat(engine)
             plan = _compare(engine, len(ids), outcome)
             if as_json:
                 print_json({**_as_json(engine, ids, outcome), "plan": None if plan is None else asdict(plan)})
@@ -188,6 +191,17 @@ def _fetch_ahead(engine: Model, rows: int, *, yes: bool) -> None:
         also = plan_fetch(store, experts, limit_nbytes=most).nbytes
     if plan.items or also:
         fetch_with_consent(store, plan, f"spine of {store.model}", yes=yes, also_nbytes=also)
+
+
+def _keep_heat(engine: Model) -> None:
+    """Adds the experts that were used to the model's heat, also after a failure or Ctrl-C. Nothing depends on it."""
+    store = engine.store
+    if store.roots[0].presence.look():
+        return  # the cache is gone, which was said; it must not be made anew in its place
+    try:
+        store.heat.add(store.stats.expert_reads, engine.times.passes)
+    except DeltafinError as e:
+        click.echo(f"df-run: {e}; the use of experts is not remembered", err=True)
 
 
 # ---- generating ---------------------------------------------------------------------------------------
@@ -328,7 +342,7 @@ def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome, plan: Pla
     if engine.memory is not None:
         lines += _memory_lines(engine)
     lines.append(f"requests  {store.requests:,}")
-    for trouble in ("corrupt_objects", "disk_errors", "refused_spans", "unkept_spans"):
+    for trouble in ("corrupt_objects", "disk_errors", "refused_spans", "unkept_spans", "evicted_spans"):
         if counts.get(trouble):
             lines.append(f"{trouble.replace('_', ' '):9} {counts[trouble]:,}")
     click.echo("\n".join(lines), err=True)

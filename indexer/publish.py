@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -71,17 +72,20 @@ def sync_directory(directory: Path) -> None:
 
 
 def clear_stale(directory: Path) -> int:
-    """Removes temporary files whose writer no longer lives; returns how many."""
+    """Removes temporary files and folders whose writer no longer lives; returns how many."""
     removed = 0
     for path in stale_files(directory):
         with contextlib.suppress(OSError):
-            path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
             removed += 1
     return removed
 
 
 def stale_files(directory: Path) -> list[Path]:
-    """Temporary files whose writer no longer lives."""
+    """Temporary files and folders whose writer no longer lives."""
     host = this_host()
     found = []
     try:
@@ -106,7 +110,9 @@ def disk_error(e: OSError, path: Path, what: str = "cannot write") -> DeltafinEr
     """The error to raise for a failed write or read of `path`."""
     if e.errno in _FULL:
         return NoSpace(f"{path}: {what}: {e.strerror}; free some space or choose another place, then run it again")
-    return DiskError(f"{path}: {what}: {e.strerror or e}")
+    error = DiskError(f"{path}: {what}: {e.strerror or e}")
+    error.errno = e.errno
+    return error
 
 
 def this_host() -> str:

@@ -22,7 +22,7 @@ from deltafin.runtime.observer import Observer
 from deltafin.runtime.segment import Logits, Part, Segment, check_segments, cut
 from deltafin.runtime.sequence import Commit, Sequence
 from deltafin.runtime.tokenizer import Tokenizer
-from deltafin.store import PackSet, Store, open_store
+from deltafin.store import PackSet, RootSpec, Store, open_store
 
 Floats = npt.NDArray[np.float32]
 
@@ -32,7 +32,7 @@ def open(
     *,
     offline: bool = False,
     cache_dir: str | Path | None = None,
-    roots: abc.Sequence[str | Path] = (),
+    roots: abc.Sequence[str | Path | RootSpec] = (),
     revision: str | None = None,
     device: str = "cpu",
     ram: int | None = None,

@@ -10,9 +10,11 @@ never imports torch.
 from deltafin.store.arena import slot_nbytes
 from deltafin.store.bulk import FetchPlan, fetch, free_nbytes, measure_rate, plan_fetch
 from deltafin.store.check import Status, VerifyReport, nbytes_to_verify, read_status, removable, remove, verify
-from deltafin.store.drive import DEPTH, DIRECT_FROM_NBYTES
+from deltafin.store.config import Limits, RootSpec, parse_nbytes, parse_root
+from deltafin.store.drive import DEPTH, DEPTHS, DIRECT_FROM_NBYTES
 from deltafin.store.driveprobe import DriveProbe, device_of, direct_reads, probe_drive
 from deltafin.store.encodings import Bf12, Bf16, Encoding, Int8, PackFormat, Raw
+from deltafin.store.evicting import evict_objects, plan_eviction
 from deltafin.store.foreseen import foreseen_packs, piece_encoding
 from deltafin.store.idle import BusyLine, Idle, lower_priority
 from deltafin.store.iobench import file_system
@@ -22,6 +24,7 @@ from deltafin.store.opening import default_cache, is_offline, open_catalog, open
 from deltafin.store.packcheck import removable_packs, remove_packs
 from deltafin.store.packing import PackPlan, PackTotals, plan_packs, write_packs
 from deltafin.store.packs import Pack, PackPiece, PackSet, open_packs
+from deltafin.store.placing import PlacePlan, apply_placement, plan_placement
 from deltafin.store.selection import Item, all_items, expert_items, pair_items, parse_numbers, spine_items
 from deltafin.store.spine import (
     HEAD,
@@ -41,6 +44,7 @@ from deltafin.store.tuning import raw_rate, tune
 
 __all__ = [
     "DEPTH",
+    "DEPTHS",
     "DIRECT_FROM_NBYTES",
     "HEAD",
     "SOURCES",
@@ -55,6 +59,7 @@ __all__ = [
     "Int8",
     "Item",
     "LayerPieces",
+    "Limits",
     "ObjectLog",
     "Pack",
     "PackFormat",
@@ -62,7 +67,9 @@ __all__ = [
     "PackPlan",
     "PackSet",
     "PackTotals",
+    "PlacePlan",
     "Raw",
+    "RootSpec",
     "SpineLayer",
     "SpineReader",
     "SpineWalk",
@@ -73,9 +80,11 @@ __all__ = [
     "Uses",
     "VerifyReport",
     "all_items",
+    "apply_placement",
     "default_cache",
     "device_of",
     "direct_reads",
+    "evict_objects",
     "expert_items",
     "fetch",
     "file_system",
@@ -91,10 +100,14 @@ __all__ = [
     "open_packs",
     "open_store",
     "pair_items",
+    "parse_nbytes",
     "parse_numbers",
+    "parse_root",
     "piece_encoding",
+    "plan_eviction",
     "plan_fetch",
     "plan_packs",
+    "plan_placement",
     "probe_drive",
     "probe_line",
     "raw_rate",

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 from deltafin.errors import Missing
 from deltafin.indexer import RemoteFiles
 from deltafin.store.idle import IDLE_TRANSFERS, Idle
 from deltafin.store.parallelism import MOST, Parallelism
 from deltafin.store.selection import Item
+from deltafin.store.space import free_nbytes as free_nbytes
 from deltafin.store.store import Store
 
 Landed = Callable[[Item], None]
@@ -105,7 +104,7 @@ def fetch(
             return count
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            store.roots[0].sync()
+            store.sync()
 
 
 class _Queue:
@@ -165,10 +164,3 @@ def measure_rate(
 
     fetch(store, items, note, lambda: nbytes >= _PROBE_NBYTES or time.monotonic() - started >= _PROBE_S, idle)
     return nbytes / max(1e-9, time.monotonic() - started), done
-
-
-def free_nbytes(path: Path) -> int:
-    """Free space where `path` is or will be."""
-    while not path.exists() and path.parent != path:
-        path = path.parent
-    return shutil.disk_usage(path).free

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import heapq
-import json
 import logging
 import os
 import statistics
@@ -24,7 +23,7 @@ import numpy.typing as npt
 
 from deltafin.cext import _io
 from deltafin.errors import NoMemory
-from deltafin.indexer import discard, disk_error, make_directory, publish, temporary
+from deltafin.indexer import disk_error
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +38,14 @@ MOST_DEPTH = 64
 DIRECT_FROM_NBYTES = 1 << 20
 ENOUGH = 0.95  # of the best rate: more reads at once than that takes only cost memory
 MEASURE_S = 1.5
-_MOST_STATE_NBYTES = 1 << 20
 MEASURE_TURNS = 5
 SPARE_SLOTS = 2  # beyond the depth: a drive has its next work before the last was looked at
+UNKNOWN_RATE = 1e9  # bytes a second, of a drive of which nothing is known yet
+# A look at what a drive really does: so much must have been read since the last one, and it counts so much.
+_LOOK_NBYTES = 32 << 20
+_LOOK_BUSY_NBYTES = 1 << 30
+_LOOK_S = 0.02
+_LOOK_WEIGHT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class DriveStats:
 class _Task:
     rank: int  # 0 urgent, 1 not
     number: int
+    nbytes: int = field(compare=False)
     run: Callable[[], None] = field(compare=False)
     drop: Callable[[], None] = field(compare=False)
 
@@ -64,6 +69,7 @@ class Drive:
 
     `direct=False` reads through the page cache, as does a drive whose file system refuses direct reads.
     With a `rate` in bytes a second all reads together take as long as on a drive that is just so fast.
+    `known_rate` is what was once measured, to be set before it is used.
     """
 
     def __init__(self, path: Path, *, depth: int = DEPTH, rate: float | None = None, direct: bool = True) -> None:
@@ -71,6 +77,7 @@ class Drive:
         self.path = path
         self.depth = depth
         self.rate = rate
+        self.known_rate: float | None = None
         self._direct = direct
         self._lock = threading.Lock()
         self._rested = threading.Condition(self._lock)  # told whenever a work is through
@@ -82,6 +89,11 @@ class Drive:
         self._free_at = 0.0  # when a drive of `rate` would have delivered all it was asked for
         self._nbytes = self._reads = self._under_way = 0
         self._busy_s = self._busy_since = 0.0
+        self._waiting_nbytes = [0, 0]  # of works that have not begun: urgent, not
+        self._running_nbytes = 0
+        self._moved_at = 0.0  # when a work began on an idle drive, or one ended
+        self._seen_rate: float | None = None  # of this process's own reads, an average that forgets
+        self._looked_nbytes, self._looked_busy_s = 0, 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +112,21 @@ class Drive:
             now = time.monotonic() - self._busy_since if self._under_way else 0.0
             return DriveStats(self._nbytes, self._reads, self._busy_s + now)
 
+    @property
+    def expected_rate(self) -> float:
+        """Bytes a second that it may be expected to bring: what it did lately, else what it was measured or held to."""
+        return self._seen_rate or self.rate or self.known_rate or UNKNOWN_RATE
+
+    def queued_s(self, *, urgent: bool) -> float:
+        """Seconds until a work submitted now would begin, from the bytes of those that go before it."""
+        rate = self.expected_rate
+        with self._lock:
+            if not self._running_nbytes:
+                return 0.0
+            waiting = self._waiting_nbytes[0] + (0 if urgent else self._waiting_nbytes[1])
+            through = min(self._running_nbytes, rate * (time.monotonic() - self._moved_at))
+            return (waiting + self._running_nbytes - through) / rate
+
     def set_depth(self, depth: int) -> None:
         """Changes how many submitted works run at once; while none waits."""
         assert 0 < depth <= MOST_DEPTH
@@ -111,8 +138,12 @@ class Drive:
 
     # ---- what waits, and in which order --------------------------------------------------------------
 
-    def submit(self, work: Callable[[], T], *, urgent: bool, future: Future[T] | None = None) -> Future[T]:
+    def submit(
+        self, work: Callable[[], T], *, urgent: bool, future: Future[T] | None = None, nbytes: int = 0
+    ) -> Future[T]:
         """Runs `work` on a thread of the drive: urgent ones before all others, each kind in the order it came.
+
+        `nbytes` that it will read tell others how long they would wait behind it.
 
         Cancelling the future of a work that has not begun drops it. Who lends memory to the work gives a `future`
         that is on record already: an interrupt may come when the work is queued and before this returns. Raises
@@ -144,7 +175,8 @@ class Drive:
                     f"{self.path}: cannot start a thread to read with ({e}); raise the limit of memory (ulimit -v) or "
                     "of processes (ulimit -u)"
                 ) from None
-            heapq.heappush(self._tasks, _Task(0 if urgent else 1, next(self._numbers), run, drop))
+            heapq.heappush(self._tasks, _Task(0 if urgent else 1, next(self._numbers), nbytes, run, drop))
+            self._waiting_nbytes[0 if urgent else 1] += nbytes
         return future
 
     def close(self) -> None:
@@ -155,6 +187,7 @@ class Drive:
         with self._lock:
             self._closed = True
             tasks, self._tasks = self._tasks, []
+            self._waiting_nbytes = [0, 0]
         for task in tasks:
             task.drop()
         # Not left to the pool: Python 3.11 takes a thread for dead once waiting for it was interrupted.
@@ -168,12 +201,18 @@ class Drive:
             if not self._tasks:  # closed meanwhile
                 return
             task = heapq.heappop(self._tasks)
+            self._waiting_nbytes[task.rank] -= task.nbytes
             self._working += 1
+            if not self._running_nbytes:
+                self._moved_at = time.monotonic()
+            self._running_nbytes += task.nbytes
         try:
             task.run()
         finally:
             with self._rested:
                 self._working -= 1
+                self._running_nbytes -= task.nbytes
+                self._moved_at = time.monotonic()
                 self._rested.notify_all()
 
     # ---- reading ---------------------------------------------------------------------------------------
@@ -247,6 +286,20 @@ class Drive:
                 self._nbytes += done * nbytes
                 if self._under_way == 0:
                     self._busy_s += time.monotonic() - self._busy_since
+                self._look()
+
+    def _look(self) -> None:
+        """Learns the rate from what was read since the last look.
+
+        An idle drive has delivered all that it began; on a busy one what is on its way must not weigh much.
+        """
+        busy_s = self._busy_s + (time.monotonic() - self._busy_since if self._under_way else 0.0)
+        nbytes, took_s = self._nbytes - self._looked_nbytes, busy_s - self._looked_busy_s
+        if nbytes < (_LOOK_BUSY_NBYTES if self._under_way else _LOOK_NBYTES) or took_s < _LOOK_S:
+            return
+        self._looked_nbytes, self._looked_busy_s = self._nbytes, busy_s
+        known, found = self._seen_rate or self.rate or self.known_rate, nbytes / took_s
+        self._seen_rate = found if known is None else known + _LOOK_WEIGHT * (found - known)
 
 
 def wait_out(futures: Collection[Future[T]]) -> None:
@@ -333,53 +386,3 @@ def read_spans(drive: Drive, spans: Iterator[Span], slots: Sequence[Bytes], seco
             if time.monotonic() < end:
                 launch(slot)
     return nbytes
-
-
-def load_depth(state_file: Path, root: Path) -> int | None:
-    """The depth once measured for the directory `root`, if the same device is still there."""
-    known = _load(state_file).get(str(root.absolute()))
-    try:
-        return known[1] if known is not None and known[0] == os.stat(root).st_dev else None
-    except OSError:
-        return None
-
-
-def store_depth(state_file: Path, root: Path, depth: int) -> None:
-    """Remembers a measured depth. Raises NoSpace or DiskError."""
-    try:
-        device = os.stat(root).st_dev
-    except OSError as e:
-        raise disk_error(e, root, "cannot look at it") from None
-    drives = _load(state_file) | {str(root.absolute()): (device, depth)}
-    text = json.dumps({path: {"device": d, "depth": n} for path, (d, n) in drives.items()}, indent=1)
-    part = temporary(state_file.parent, state_file.name)
-    try:
-        make_directory(state_file.parent)
-        part.write_text(text + "\n")
-        publish(part, state_file)
-    except OSError as e:
-        raise disk_error(e, state_file) from None
-    finally:
-        discard(part)
-
-
-def _load(state_file: Path) -> dict[str, tuple[int, int]]:
-    """Every (device, depth) by directory. Nothing depends on this file: a damaged one is left to be written anew."""
-    try:
-        if not state_file.is_file() or state_file.stat().st_size > _MOST_STATE_NBYTES:
-            if state_file.exists():
-                log.warning("%s: not a small file; depths are measured again", state_file)
-            return {}
-        drives = {}
-        for path, known in json.loads(state_file.read_bytes()).items():
-            device, depth = known["device"], known["depth"]
-            if not isinstance(device, int) or not isinstance(depth, int) or not 0 < depth <= MOST_DEPTH:
-                raise ValueError
-            drives[path] = (device, depth)
-        return drives
-    except OSError as e:
-        log.warning("%s: cannot be read (%s); depths are measured again", state_file, e.strerror)
-        return {}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        log.warning("%s: damaged; depths are measured again", state_file)
-        return {}

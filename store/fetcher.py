@@ -15,8 +15,8 @@ from deltafin.store.claims import Claims
 from deltafin.store.digests import Digests
 from deltafin.store.drive import Drive
 from deltafin.store.idle import BusyLine
+from deltafin.store.keeping import Keeper
 from deltafin.store.plausible import implausible
-from deltafin.store.roots import Root
 from deltafin.store.stats import StoreStats
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,9 @@ _CLAIM_POLL_S = 0.05  # while another process fetches what is wanted here
 
 
 class Fetcher:
-    """Fetches spans and makes them objects of `root`. Thread-safe.
+    """Fetches spans and makes them objects of the roots that `keeper` chooses. Thread-safe.
+
+    Claims, and what idle fetches are told, lie in `cache`.
 
     `remote` opens the connection when the first span is asked for; None means that no socket is ever opened.
     """
@@ -35,13 +37,15 @@ class Fetcher:
     def __init__(
         self,
         catalog: Catalog,
-        root: Root,
+        keeper: Keeper,
+        cache: Path,
         remote: Callable[[], RemoteFiles] | None,
         digests: Digests,
         stats: StoreStats,
     ) -> None:
         self._catalog = catalog
-        self._root = root
+        self._keeper = keeper
+        self._cache = cache
         self._digests = digests
         self._stats = stats
         self._layout = expert_layout(catalog.config)
@@ -50,7 +54,7 @@ class Fetcher:
         self._busy: BusyLine | None = None
         self._lock = threading.Lock()
         self._keeps = True  # False once the disk is full
-        self._claims = Claims(root.path)
+        self._claims = Claims(cache)
         self._stopping = threading.Event()
         self._waited = False  # for another process; it is said once
         self.drive = Drive(Path("http"), depth=WORKERS)  # only its queue: reads come from the network
@@ -72,7 +76,7 @@ class Fetcher:
 
     def claim(self) -> None:
         """What is fetched from now on is for a run: it keeps idle fetches off the line. Before the first span."""
-        self._busy = BusyLine(self._root.path)
+        self._busy = BusyLine(self._cache)
 
     @property
     def requests(self) -> int:
@@ -123,7 +127,7 @@ class Fetcher:
             return
         try:
             self._transfer(span, view, expert)
-            self._publish(key, view, or_fail)
+            self._publish(span, view, expert, or_fail)
         finally:
             self._claims.release(key)
 
@@ -154,14 +158,8 @@ class Fetcher:
             log.info("another process is fetching what is needed here, too; waiting for it")
 
     def _is_here_now(self, key: bytes, view: memoryview) -> bool:
-        root = self._root
-        root.log.refresh()
-        if (entry := root.find(key)) is None:
+        if not self._keeper.read(key, view):
             return False
-        try:
-            root.read_part(entry, 0, view)
-        except (Corrupt, DiskError):
-            return False  # it is fetched again and replaced
         self._stats.add(object_spans=1, object_nbytes=len(view))
         return True
 
@@ -189,9 +187,10 @@ class Fetcher:
             f"in {_ATTEMPTS} transfers; nothing of it was kept; is the server or a proxy at fault?"
         )
 
-    def _publish(self, key: bytes, view: memoryview, or_fail: bool) -> None:
+    def _publish(self, span: Span, view: memoryview, expert: tuple[int, int] | None, or_fail: bool) -> None:
         try:
-            self._root.publish(key, view)
+            if self._keeper.publish(span, view, expert, evict=not or_fail) is None:
+                self._stats.add(unkept_spans=1)
         except (NoSpace, DiskError) as e:
             if or_fail:
                 raise

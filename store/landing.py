@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from queue import SimpleQueue
 from typing import Self
@@ -30,18 +30,21 @@ class Landing(Iterator[tuple[int, Slot]]):
     def __init__(
         self,
         here: Sequence[tuple[int, Slot]],
-        away: Sequence[int],
+        away: Iterable[int],
+        reads: int,
         slots: Sequence[Slot],
         read: Read,
         spent: Spent,
         done: Callable[[list[Slot]], None],
     ) -> None:
-        self.count, self.reads = len(here) + len(away), len(away)
+        """`away` are asked for one by one, as there are slots; they are `reads` in all."""
+        self.count, self.reads = len(here) + reads, reads
         self._here = iter(here)
         self._waiting = iter(away)
         self._read, self._spent, self._done = read, spent, done
         self._flying: dict[Future[Slot], tuple[int, Slot]] = {}
         self._landed: SimpleQueue[Future[Slot]] = SimpleQueue()
+        self._unused = list(reversed(slots))
         self._free: list[Slot] = []
         self._shown: tuple[int, Slot, Slot] | None = None  # what the caller looks at
         self._closed = False
@@ -49,8 +52,8 @@ class Landing(Iterator[tuple[int, Slot]]):
         self.reads_s = 0.0  # from the first read's start to the last one's end
         self._begun = time.perf_counter()
         try:
-            for slot in slots:
-                self._launch(slot)
+            while self._unused:
+                self._launch(self._unused.pop())
         except BaseException:
             self.close()
             raise
@@ -97,6 +100,7 @@ class Landing(Iterator[tuple[int, Slot]]):
             wait_out(self._flying)
         finally:
             self._closed = True
+            self._free += self._unused
             self._free += [slot for _, slot in self._flying.values()]
             self._flying.clear()
             if self._shown is not None:

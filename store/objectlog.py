@@ -55,23 +55,40 @@ class ObjectLog:
         self.entries: dict[bytes, ObjectEntry] = {}
         self.bad_records = 0
         self._read_nbytes = 0
+        self._seen_nbytes = 0  # of the file when it was last looked at
+        self.changes = 0  # goes up when it had grown and all of it was taken in
         self._lock = threading.Lock()
         self.refresh()
 
     def refresh(self) -> None:
         """Takes in what was appended since, by this process or another."""
         with self._lock:
-            try:
-                if self.path.exists() and not self.path.is_file():
-                    raise DiskError(f"{self.path}: not a file; move it away, it is made anew")
-                with open(self.path, "rb") as f:
-                    f.seek(self._read_nbytes)
-                    data = f.read()
-            except FileNotFoundError:
-                return
-            except OSError as e:
-                raise disk_error(e, self.path, "cannot read the object log") from None
-            self._read_nbytes += self._take(data)
+            self._refresh()
+
+    def refresh_if_grown(self) -> None:
+        """`refresh`, if the file is longer than when it was last looked at: one stat. `changes` tells of it."""
+        try:
+            nbytes = os.stat(self.path).st_size
+        except OSError:
+            return
+        with self._lock:
+            if nbytes > self._seen_nbytes:
+                self._seen_nbytes = nbytes
+                self._refresh()
+                self.changes += 1
+
+    def _refresh(self) -> None:
+        try:
+            if self.path.exists() and not self.path.is_file():
+                raise DiskError(f"{self.path}: not a file; move it away, it is made anew")
+            with open(self.path, "rb") as f:
+                f.seek(self._read_nbytes)
+                data = f.read()
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            raise disk_error(e, self.path, "cannot read the object log") from None
+        self._read_nbytes += self._take(data)
 
     def append(self, key: bytes, entry: ObjectEntry) -> None:
         """Adds one record; it is durable together with the next sync of the file, which `sync` forces."""

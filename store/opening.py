@@ -22,7 +22,9 @@ from deltafin.indexer import (
     mirror_address,
     parse_model,
 )
+from deltafin.store.config import Limits, RootSpec, chosen_roots, read_config
 from deltafin.store.drive import Drive
+from deltafin.store.presence import Presence
 from deltafin.store.roots import Root, ShardDirectory
 from deltafin.store.store import Store
 
@@ -33,7 +35,7 @@ def open_store(
     model: str,
     *,
     cache_dir: Path | str | None = None,
-    roots: Sequence[Path | str] = (),
+    roots: Sequence[Path | str | RootSpec] = (),
     offline: bool = False,
     revision: str | None = None,
     policy: RetryPolicy | None = None,
@@ -45,7 +47,8 @@ def open_store(
     """A store for `model`: "demo", a directory of shards, a repository id or a catalog's name.
 
     What is fetched is kept in `cache_dir` (default: DELTAFIN_CACHE, else the user's cache directory);
-    `roots` are further directories with objects or original shards, only read. `offline`, or
+    `roots` are further directories with objects or original shards, only read unless a RootSpec says otherwise; those
+    of the user's configuration file join them (`read_config`). `offline`, or
     HF_HUB_OFFLINE in the environment, means that no socket is opened. `progress` counts shards while a
     missing catalog is built. `rate` holds every root to so many bytes a second, for comparisons of times.
     `mirrors` (default: DELTAFIN_MIRRORS, separated by spaces) are base addresses of servers of the same shards,
@@ -57,6 +60,8 @@ def open_store(
     offline = offline or is_offline(environ)
     if mirrors and offline:
         raise BadRequest("--mirror has no effect offline: leave out --mirror, or --offline and HF_HUB_OFFLINE")
+    config = read_config(environ)
+    limits, specs = config.cache, chosen_roots(config, [_as_spec(root) for root in roots], cache)
     ref = parse_model(model, cache, revision=revision)
     if mirrors and ref.path is not None:
         raise BadRequest(f"--mirror has no effect for {model}: its shards are on this machine")
@@ -65,7 +70,7 @@ def open_store(
         if mirrors and catalog.location.path is not None:
             raise BadRequest(f"--mirror has no effect for {model}: its shards are in {catalog.location.path}")
         mirrors = mirrors or environ.get("DELTAFIN_MIRRORS", "").split()
-        return _assemble(catalog, cache, [Path(r) for r in roots], offline, policy, environ, model, rate, mirrors)
+        return _assemble(catalog, cache, limits, specs, offline, policy, environ, model, rate, mirrors)
     except BaseException:
         catalog.close()
         raise
@@ -138,7 +143,8 @@ def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
 def _assemble(
     catalog: Catalog,
     cache: Path,
-    roots: Sequence[Path],
+    limits: Limits,
+    roots: Sequence[RootSpec],
     offline: bool,
     policy: RetryPolicy | None,
     environ: Mapping[str, str],
@@ -152,12 +158,11 @@ def _assemble(
         return ShardDirectory(path, catalog, required=required, drive=Drive(path, rate=rate))
 
     directories = [shards(Path(location.path), required=True)] if location.path else []
-    readable = [Root(cache, writable=True, drive=Drive(cache, rate=rate))]
-    for path in roots:
-        if not path.is_dir():
-            raise NotFound(f"--root {path}: no such directory")
-        readable.append(Root(path, drive=Drive(path, rate=rate)))
-        directories.append(shards(path, required=False))
+    readable = [Root(cache, writable=True, drive=Drive(cache, rate=rate), limits=limits)]
+    for spec in roots:  # that may hold objects, shards or both: one drive for all of them
+        drive, presence = Drive(spec.path, rate=rate), Presence(spec.path)
+        readable.append(Root(spec.path, writable=spec.write, drive=drive, presence=presence, limits=spec.limits))
+        directories.append(ShardDirectory(spec.path, catalog, required=False, drive=drive, presence=presence))
     if location.path is None and (snapshot := _hub_cache_snapshot(location, environ)) is not None:
         directories.append(shards(snapshot, required=False))
 
@@ -172,6 +177,10 @@ def _assemble(
             return hub_files(repo, commit, policy, mirrors)
 
     return Store(catalog, readable, directories, remote, model)
+
+
+def _as_spec(root: Path | str | RootSpec) -> RootSpec:
+    return root if isinstance(root, RootSpec) else RootSpec(Path(root).expanduser(), origin=f"--root {root}")
 
 
 def _hub_cache_snapshot(location: Location, environ: Mapping[str, str]) -> Path | None:

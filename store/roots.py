@@ -20,9 +20,12 @@ import xxhash
 from deltafin.errors import BadCatalog, Corrupt, DiskError
 from deltafin.indexer import Catalog, Span, clear_stale, discard, disk_error, make_directory, publish, temporary
 from deltafin.store.arena import Slot
+from deltafin.store.config import Limits
 from deltafin.store.drive import Drive
 from deltafin.store.objectlog import ObjectEntry, ObjectLog
 from deltafin.store.packs import Packed
+from deltafin.store.presence import Presence
+from deltafin.store.space import Space
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +36,20 @@ _OBJECT_NAME = re.compile(r"[0-9a-f]{64}")
 class Root:
     """A directory with objects and their log. Made on the first write if it is not there. Owns its drive."""
 
-    def __init__(self, path: Path, *, writable: bool = False, drive: Drive | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        writable: bool = False,
+        drive: Drive | None = None,
+        presence: Presence | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         self.path = path
         self.writable = writable
+        self.space = Space(path, limits or Limits()) if writable else None
         self.drive = drive or Drive(path)
+        self.presence = presence or Presence(path)
         self._objects = str(path / "objects")
         if writable:
             clear_stale(path / "tmp")
@@ -47,13 +60,15 @@ class Root:
     def find(self, key: bytes) -> ObjectEntry | None:
         """The object of a span if it is there in full length."""
         entry = self.log.entries.get(key)
-        if entry is None:
-            return None
+        return entry if entry is not None and self.has(entry) else None
+
+    def has(self, entry: ObjectEntry) -> bool:
+        """Whether an object is there in full length."""
         name = entry.sha256.hex()
         try:
-            return entry if os.stat(f"{self._objects}/{name[:2]}/{name}").st_size == entry.nbytes else None
+            return os.stat(f"{self._objects}/{name[:2]}/{name}").st_size == entry.nbytes
         except OSError:
-            return None
+            return False
 
     def object_path(self, entry: ObjectEntry) -> Path:
         name = entry.sha256.hex()
@@ -96,6 +111,14 @@ class Root:
             if xxhash.xxh3_128(content).digest() != entry.xxh3:
                 raise Corrupt(f"{self.object_path(entry)}: the content does not match its digest")
             self._checked.add(entry.sha256)
+
+    def is_checked(self, entry: ObjectEntry) -> bool:
+        """Whether this process has compared the whole object with its digest."""
+        return entry.sha256 in self._checked
+
+    def doubt(self, entry: ObjectEntry) -> None:
+        """Has the object compared with its digest once more, at its next use."""
+        self._checked.discard(entry.sha256)
 
     def publish(self, key: bytes, view: memoryview) -> ObjectEntry:
         """Keeps the bytes of a span as an object. Raises NoSpace or DiskError, and then nothing has changed."""
@@ -167,7 +190,10 @@ class Root:
         """Unlinks an object; readers that have it open are not disturbed. False if it was gone already."""
         self._checked.discard(entry.sha256)
         try:
-            os.unlink(self.object_path(entry))
+            if self.space is not None:
+                self.space.unlink(self.object_path(entry), entry.nbytes)
+            else:
+                os.unlink(self.object_path(entry))
         except FileNotFoundError:
             return False
         except OSError as e:
@@ -199,9 +225,18 @@ class ShardDirectory:
     Owns its drive.
     """
 
-    def __init__(self, path: Path, catalog: Catalog, *, required: bool, drive: Drive | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        catalog: Catalog,
+        *,
+        required: bool,
+        drive: Drive | None = None,
+        presence: Presence | None = None,
+    ) -> None:
         self.path = path
         self.drive = drive or Drive(path)
+        self.presence = presence or Presence(path)
         self._catalog = catalog
         self.required = required  # the catalog was built from here: a change is an error, not a miss
         self._lock = threading.Lock()
@@ -213,6 +248,10 @@ class ShardDirectory:
             if shard not in self._usable:
                 self._usable[shard] = self._look_at(shard)
             return self._usable[shard]
+
+    def had(self, shard: int) -> bool:
+        """Whether it was found to hold the shard, by what is known without looking."""
+        return self.required or self._usable.get(shard, False)
 
     def shard_path(self, shard: int) -> Path:
         return self.path / self._catalog.shards[shard].name

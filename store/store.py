@@ -23,10 +23,16 @@ from deltafin.store.arena import Arena, Slot, own_slot, slot_nbytes
 from deltafin.store.digests import Digests
 from deltafin.store.drive import Drive, wait_out
 from deltafin.store.encodings import PackFormat
+from deltafin.store.eviction import Evictor
 from deltafin.store.fetcher import WORKERS, Fetcher
+from deltafin.store.heat import Heat
+from deltafin.store.keeping import Keeper
 from deltafin.store.landing import Landing
-from deltafin.store.local import Local
+from deltafin.store.layerreads import CLOSED, LayerReads, submit_read
+from deltafin.store.local import Copy, Local
+from deltafin.store.objectlog import ObjectEntry
 from deltafin.store.packs import Packed, PackSet, open_packs
+from deltafin.store.pins import Pins
 from deltafin.store.roots import Root, ShardDirectory
 from deltafin.store.spine import FINAL_PREFIX, tensor_of
 from deltafin.store.stats import StoreStats
@@ -36,8 +42,9 @@ from deltafin.store.tier import ExpertTier
 class Store:
     """One model's bytes. Thread-safe; owns its catalog, roots and connection, and closes them.
 
-    Sources in order: objects in any root, original shards in any directory, ranges over HTTP, which then
-    become objects in `roots[0]`. `remote=None` means that no socket is ever opened.
+    Sources: objects in any root and original shards in any directory, whichever drive has the bytes soonest; then
+    ranges over HTTP, which become objects in a writable root. `roots[0]` is the cache. `remote=None` means that no
+    socket is ever opened.
     """
 
     def __init__(
@@ -56,7 +63,11 @@ class Store:
         self._closed = False
         self._digests = Digests(catalog, self.roots)
         self._local = Local(self.roots, self.shard_directories, self._digests, self.stats)
-        self._fetcher = Fetcher(catalog, self.roots[0], remote, self._digests, self.stats)
+        self.heat = Heat(self.roots[0].path, catalog)
+        self.pins = Pins(self.roots[0].path, catalog)
+        evictor = Evictor(catalog, self._digests.key, self.heat, self.pins, self.stats)
+        self.keeper = Keeper(catalog, self.roots, self._digests, evictor)
+        self._fetcher = Fetcher(catalog, self.keeper, self.roots[0].path, remote, self._digests, self.stats)
         self._arena: Arena | None = None  # of all slots
         self._slots: list[Slot] | None = None  # free ones; None until they are made
         self._tier = ExpertTier([])
@@ -80,11 +91,15 @@ class Store:
             drive.close()
         self._fetcher.close()
         try:
-            for root in self.roots:
-                if root.writable:
-                    root.sync()
+            self.sync()
         finally:
             self.catalog.close()
+
+    def sync(self) -> None:
+        """Makes the records of all objects that were kept durable. Raises DiskError."""
+        for root in self.roots:
+            if root.writable and root.presence.gone is None:
+                root.sync()
 
     def interrupt(self) -> None:
         """Ends transfers of all threads soon, for a command that was interrupted; only closing makes sense after."""
@@ -197,8 +212,7 @@ class Store:
         if here:
             self.stats.add(ram_spans=len(here), ram_nbytes=len(here) * self.catalog.expert_nbytes)
 
-        def read(expert: int, slot: Slot, future: Future[Slot]) -> None:
-            self.submit(spans[expert], slot, urgent=True, expert=(layer, int(expert)), future=future)
+        reads = LayerReads(self._local, self._fetcher.drive, layer, spans, self.read)
 
         def spent(expert: int, slot: Slot, content: Slot) -> Slot:
             with self._slots_lock:
@@ -212,7 +226,7 @@ class Store:
                 if not own:
                     free.extend(slots)
 
-        return Landing(here, away, own or taken, read, spent, done)
+        return Landing(here, reads.order(away), len(away), own or taken, reads.begin, spent, done)
 
     def _free_slots(self) -> list[Slot]:
         if self._slots is None:
@@ -277,6 +291,14 @@ class Store:
         """Whether a span is being fetched into the cache now, by this process or another."""
         return self._fetcher.is_claimed(span)
 
+    def copies(self, span: Span) -> list[Copy]:
+        """Where a span is on this machine, by the records."""
+        return self._local.copies(span)
+
+    def known(self, span: Span) -> ObjectEntry | None:
+        """What is on record of a span's content."""
+        return self._digests.known(span)
+
     def submit(
         self,
         span: Span,
@@ -286,12 +308,13 @@ class Store:
         expert: tuple[int, int] | None = None,
         future: Future[Slot] | None = None,
     ) -> Future[Slot]:
-        """`read` on a thread of the drive that has the span, or of the line; urgent ones before all others.
+        """`read` on a thread of the drive that has the span soonest, or of the line; urgent ones before all others.
 
         `future` as in `Drive.submit`.
         """
-        queue = self._local.queue_of(span) or self._fetcher.drive
-        return _submit(queue, lambda: self.read(span, slot, expert=expert), urgent, future)
+        copy = self._local.soonest(span, urgent=urgent)
+        queue = self._fetcher.drive if copy is None else copy.drive
+        return submit_read(queue, lambda: self.read(span, slot, expert=expert, first=copy), span.nbytes, urgent, future)
 
     def submit_piece(self, span: Span, packed: Packed | None, slot: Slot, future: Future[Slot]) -> None:
         """Like `submit` for a piece of the spine, as released or in its packed form."""
@@ -305,15 +328,23 @@ class Store:
             self.stats.add(pack_spans=1, pack_nbytes=packed.piece.nbytes)
             return content
 
-        _submit(root.drive, read, False, future)
+        submit_read(root.drive, read, packed.piece.nbytes, False, future)
 
-    def read(self, span: Span, slot: Slot, *, expert: tuple[int, int] | None = None, keep: bool = True) -> Slot:
+    def read(
+        self,
+        span: Span,
+        slot: Slot,
+        *,
+        expert: tuple[int, int] | None = None,
+        keep: bool = True,
+        first: Copy | None = None,
+    ) -> Slot:
         """A whole span from the best source, as a part of `slot`, which starts on a page and has `slot_nbytes`.
 
         `expert` lets it judge bytes that nobody vouches for. Without `keep`, what comes over HTTP is checked as always
-        but makes no object.
+        but makes no object. `first` is a copy to try before all others.
         """
-        content = self._local.read(span, slot, last_resort=not self.may_fetch)
+        content = self._local.read(span, slot, last_resort=not self.may_fetch, first=first)
         if content is None:
             content = slot[: span.nbytes]
             self._fetch(span, content.data, expert, keep=keep)
@@ -350,7 +381,12 @@ class Store:
         else:
             what = f"bytes {span.offset} to {span.offset + span.nbytes - 1} of {self.catalog.shards[span.shard].name}"
             command = f"df-fetch spine {self.model}"
-        if (path := self.catalog.location.path) is not None:
+        path = self.catalog.location.path
+        gone = [str(place) for place in self._local.was_in(span) if str(place) != path]
+        if gone:
+            where = " and ".join(gone)
+            return f"{what}: was in {where}, which is gone; bring it back and run the same command again"
+        if path is not None:
             return f"{what}: not found at {path}; was the directory moved? rebuild with df-index build"
         return f"{what} is not on this machine; without --offline it is fetched, or run: {command}"
 
@@ -369,18 +405,11 @@ class Store:
         return self._tables[which]
 
 
-def _submit(queue: Drive, work: Callable[[], Slot], urgent: bool, future: Future[Slot] | None) -> Future[Slot]:
-    try:
-        return queue.submit(work, urgent=urgent, future=future)
-    except RuntimeError:
-        raise DeltafinError("the store was closed while it was being read") from None
-
-
 def _result(future: Future[Slot]) -> Slot:
     try:
         return future.result()
     except CancelledError:
-        raise DeltafinError("the store was closed while it was being read") from None
+        raise DeltafinError(CLOSED) from None
 
 
 def _wait_all(futures: Sequence[Future[Slot]]) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from deltafin.errors import DeltafinError
 from deltafin.store.arena import Arena, slot_nbytes
-from deltafin.store.drive import DEPTHS, DIRECT_FROM_NBYTES, DepthReport, Drive, load_depth, measure_depth, store_depth
+from deltafin.store.drive import DEPTHS, DIRECT_FROM_NBYTES, DepthReport, Drive, measure_depth
+from deltafin.store.drivestate import STATE_FILE, KnownDrive, load_drive, store_drive
 from deltafin.store.store import Store
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = "drives.json"
 # Fewer experts than this of one drive say little, and are soon read anyway.
 LEAST_SPANS = 64
 _MOST_SPANS = 2048
@@ -23,9 +23,9 @@ Read = tuple[Path, int, int]  # file, offset, bytes
 
 
 def tune(store: Store, slots: int) -> None:
-    """Sets the depth of every drive that holds a good part of a large model.
+    """Sets the depth of every drive that holds a good part of a large model, and tells it its rate.
 
-    It is measured the first time that there are slots enough to try every depth.
+    Both are measured the first time that there are slots enough to try every depth.
     """
     if store.catalog.expert_nbytes < DIRECT_FROM_NBYTES:
         return
@@ -34,19 +34,24 @@ def tune(store: Store, slots: int) -> None:
         if drive.rate is not None or len(reads) < LEAST_SPANS:
             continue
         try:
-            depth = load_depth(state_file, drive.path)
-            if depth is None and slots < max(DEPTHS):
-                continue
-            if depth is None:
-                report = _measure(drive, reads, store.catalog.expert_nbytes, slots)
-                if report is None:
-                    continue
-                depth = report.depth
-                store_depth(state_file, drive.path, depth)
-                log.info("%s: %d reads at once suit this drive; noted in %s", drive.path, depth, state_file)
-            drive.set_depth(depth)
+            known = load_drive(state_file, drive.path)
+            if slots >= max(DEPTHS) and (known is None or known.rate is None):
+                known = _measured(drive, reads, store.catalog.expert_nbytes, slots, state_file) or known
+            if known is not None:
+                drive.set_depth(known.depth)
+                drive.known_rate = known.rate
         except DeltafinError as e:
             log.warning("%s; reading %d at once", e, drive.depth)
+
+
+def _measured(drive: Drive, reads: list[Read], nbytes: int, slots: int, state_file: Path) -> KnownDrive | None:
+    """Measures a drive and notes it; None where it cannot be known."""
+    report = _measure(drive, reads, nbytes, slots)
+    if report is None:
+        return None
+    store_drive(state_file, drive.path, report.depth, report.rates[report.depth])
+    log.info("%s: %d reads at once suit this drive; noted in %s", drive.path, report.depth, state_file)
+    return load_drive(state_file, drive.path)
 
 
 def raw_rate(store: Store) -> float | None:

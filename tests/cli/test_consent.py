@@ -185,7 +185,7 @@ def test_df_run_with_everything_here_asks_nothing(df, full_tiny, low_threshold):
 @pytest.mark.parametrize("command", ["all", "spine", "warm"])
 def test_without_enough_free_space_nothing_is_begun(df, indexed, monkeypatch, tmp_path, command):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 400_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 410_000))
     line = _one_line(df("df-fetch", command, REPO, "--yes"), 1)
     assert "are missing" in line and "has 400 KB free" in line and str(tmp_path / "cache") in line
     assert "--cache-dir" in line
@@ -194,5 +194,5 @@ def test_without_enough_free_space_nothing_is_begun(df, indexed, monkeypatch, tm
 
 def test_a_part_that_fits_is_still_fetched(df, indexed, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 400_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6, 410_000))
     assert df("df-fetch", "warm", REPO, "--bytes", "300KB").status == 0

@@ -283,6 +283,9 @@ def test_status_says_how_much_is_here_and_asks_nobody(df, indexed, tmp_path):
     status = df("df-fetch", "status", REPO, "--json").json
     assert status["free_nbytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
     del status["free_nbytes"]
+    (root,) = status.pop("roots")
+    assert (root["path"], root["records"], root["budget"]) == (str(tmp_path / "cache"), 28, None)
+    assert status.pop("pinned_experts") == 0
     assert status == {
         "model": REPO,
         "identity": f"{REPO}@{'a' * 12}",

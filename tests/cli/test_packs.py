@@ -132,7 +132,7 @@ def test_a_large_packing_is_asked_for_once(df, indexed, paths, monkeypatch):
 
 
 def test_a_full_disk_is_one_line_before_anything_is_fetched(df, indexed, paths, monkeypatch):
-    monkeypatch.setattr("deltafin.store.free_nbytes", lambda path: 100_000)
+    monkeypatch.setattr("deltafin.store.space.Space.room", lambda space: 100_000)
     done = df("df-fetch", "spine", REPO, "--as", "bf12")
     assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
     assert "are to be written, but" in done.err and "100 KB free" in done.err

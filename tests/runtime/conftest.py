@@ -144,8 +144,8 @@ class SpoiledStore:
         landing = self._store.experts(layer, ids)
         return landing if self.on_landing is None else SpoiledLanding(landing, self.on_landing)
 
-    def _spoiled_read(self, span, slot, *, expert=None):
-        content = self._read(span, slot, expert=expert)
+    def _spoiled_read(self, span, slot, *, expert=None, **keywords):
+        content = self._read(span, slot, expert=expert, **keywords)
         self.reads[span] += 1
         if expert is not None and self.on_expert is not None:
             content[:] = self.on_expert(*expert, content.copy())

@@ -23,7 +23,8 @@ from deltafin.cext import _io
 from deltafin.errors import DiskError, NoSpace
 from deltafin.store import drive as room
 from deltafin.store.arena import Arena, Slot, slot_nbytes
-from deltafin.store.drive import Drive, load_depth, measure_depth, store_depth
+from deltafin.store.drive import Drive, measure_depth
+from deltafin.store.drivestate import load_drive, store_drive
 
 PAGE = _io.PAGE
 NBYTES = 300_001  # of the test file
@@ -434,22 +435,22 @@ def test_an_error_while_measuring_is_an_error(drive, tmp_path, slots):
 def test_a_depth_is_remembered_by_directory_and_device(tmp_path, monkeypatch):
     state, a, b = tmp_path / "cache" / "drives.json", tmp_path / "a", tmp_path / "b"
     a.mkdir(), b.mkdir()
-    assert load_depth(state, a) is None
-    store_depth(state, a, 4)
-    store_depth(state, b, 16)
-    store_depth(state, a, 2)
-    assert (load_depth(state, a), load_depth(state, b)) == (2, 16)
+    assert load_drive(state, a) is None
+    store_drive(state, a, 4)
+    store_drive(state, b, 16)
+    store_drive(state, a, 2)
+    assert [load_drive(state, root).depth for root in (a, b)] == [2, 16]
     monkeypatch.chdir(tmp_path)
-    assert load_depth(state, Path("a")) == 2
+    assert load_drive(state, Path("a")).depth == 2
     assert [p.name for p in state.parent.iterdir()] == ["drives.json"]
     os.rmdir(b)
-    assert load_depth(state, b) is None
+    assert load_drive(state, b) is None
     with pytest.raises(DiskError, match="cannot look at it"):
-        store_depth(state, b, 2)
+        store_drive(state, b, 2)
     known = json.loads(state.read_text())
     known[str(a)]["device"] += 1  # another drive was mounted there then
     state.write_text(json.dumps(known))
-    assert load_depth(state, a) is None
+    assert load_drive(state, a) is None
 
 
 @pytest.mark.parametrize(
@@ -462,11 +463,11 @@ def test_a_depth_is_remembered_by_directory_and_device(tmp_path, monkeypatch):
 def test_a_damaged_file_of_depths_is_ignored_with_one_notice_and_written_anew(tmp_path, caplog, text):
     state = tmp_path / "drives.json"
     state.write_bytes(text.encode("latin-1"))
-    assert load_depth(state, tmp_path) is None
+    assert load_drive(state, tmp_path) is None
     (notice,) = _notices(caplog)
     assert notice == f"{state}: damaged; depths are measured again"
-    store_depth(state, tmp_path, 8)
-    assert load_depth(state, tmp_path) == 8
+    store_drive(state, tmp_path, 8)
+    assert load_drive(state, tmp_path).depth == 8
     assert json.loads(state.read_text()).keys() == {str(tmp_path)}
 
 
@@ -480,7 +481,7 @@ def test_what_is_no_small_file_of_depths_is_not_read(tmp_path, caplog, kind):
     else:
         with open(state, "wb") as f:
             f.truncate(1 << 40)
-    assert load_depth(state, tmp_path) is None
+    assert load_drive(state, tmp_path) is None
     assert _notices(caplog) == [f"{state}: not a small file; depths are measured again"]
 
 
@@ -488,13 +489,13 @@ def test_depths_that_cannot_be_kept_are_an_error_and_leave_nothing(tmp_path, mon
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(room, "publish", full)
+    monkeypatch.setattr("deltafin.store.drivestate.publish", full)
     with pytest.raises(NoSpace):
-        store_depth(tmp_path / "drives.json", tmp_path, 8)
+        store_drive(tmp_path / "drives.json", tmp_path, 8)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_depths_cannot_be_kept_below_a_file(tmp_path, file):
     with pytest.raises(DiskError, match="cannot write"):
-        store_depth(file / "drives.json", tmp_path, 8)
-    assert load_depth(file / "drives.json", tmp_path) is None
+        store_drive(file / "drives.json", tmp_path, 8)
+    assert load_drive(file / "drives.json", tmp_path) is None

@@ -74,10 +74,10 @@ def test_a_slot_keeps_its_content_until_the_next_step(store, tiny_truth):
 def test_an_expert_is_handed_out_while_another_is_still_on_its_way(store, tiny_truth, monkeypatch):
     held, read = threading.Event(), store.read
 
-    def slow(span, slot, *, expert=None):
+    def slow(span, slot, *, expert=None, **keywords):
         if expert == (LAYER, 0):
             held.wait(10)
-        return read(span, slot, expert=expert)
+        return read(span, slot, expert=expert, **keywords)
 
     monkeypatch.setattr(store, "read", slow)
     landing = store.experts(LAYER, ALL)
@@ -157,11 +157,11 @@ def test_who_waits_for_an_expert_is_told_that_the_store_was_closed(store, monkey
 def test_an_error_in_one_read_is_raised_once_all_reads_have_ended(store, tiny_truth, monkeypatch):
     read = store.read
 
-    def failing(span, slot, *, expert=None):
+    def failing(span, slot, *, expert=None, **keywords):
         if expert == (LAYER, 5):
             raise DiskError("this one fails")
         time.sleep(0.003)
-        return read(span, slot, expert=expert)
+        return read(span, slot, expert=expert, **keywords)
 
     monkeypatch.setattr(store, "read", failing)
     landed = []
