@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deltafin import __version__
+from deltafin.cli.manifest import manifest
 from deltafin.cli.options import (
     ASK_ABOVE_NBYTES,
     ByteSize,
@@ -25,7 +26,8 @@ from deltafin.cli.options import (
     verbose_option,
     yes_option,
 )
-from deltafin.cli.place import evict, pin, place, root_lines, roots_as_json, unpin
+from deltafin.cli.place import evict, pin, place, root_lines, unpin
+from deltafin.cli.verify import last_verify_line, verify
 from deltafin.errors import BadRequest, NoSpace
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ def fetch() -> None:
     Example: df-fetch status demo
     """
 
+
+fetch.add_command(manifest)
+fetch.add_command(verify)
 
 _fetching = options(
     revision_option, cache_option, root_option, mirror_option, offline_option, yes_option, verbose_option
@@ -211,14 +216,18 @@ def fetch_all(
     offline: bool,
     yes: bool,
 ) -> None:
-    """Fetch the whole text model, shard by shard in file order.
+    """Fetch the whole text model, shard by shard in file order, and prove it.
+
+    What the shards hold besides (headers, vision parts) is fetched too where their SHA-256 is published: each shard
+    is compared with it as it comes, and from then on every span of it is proven.
 
     With --idle it may run beside df-run all the time: no span is begun while a run on the same cache fetches, two are
     fetched at once, and every other program on the machine goes first.
 
     Example: df-fetch all demo
     """
-    from deltafin.store import Idle, all_items, lower_priority, plan_fetch
+    from deltafin.cli.progress import Progress
+    from deltafin.store import Idle, Prover, all_items, lower_priority, plan_fetch, rest_items, settle_all
 
     if idle:
         lower_priority()
@@ -227,10 +236,22 @@ def fetch_all(
     ) as store:
         if idle and store.catalog.location.path is not None:
             raise BadRequest(f"--idle has no effect for {model}: its shards are on this machine")
-        plan = plan_fetch(store, all_items(store.catalog))
+        items = [*all_items(store.catalog), *rest_items(store.catalog)]
+        plan = plan_fetch(store, sorted(items, key=lambda item: (item.span.shard, item.span.offset)))
         behind = Idle(store.roots[0].path, lambda: click.echo(_WAITING, err=True)) if idle else None
-        fetch_with_consent(store, plan, model, yes=yes, idle=behind)
+        with Prover(store, (item.span for item in plan.items)) as prover:
+            fetch_with_consent(store, plan, model, yes=yes, idle=behind, take=prover.take)
+            with Progress("comparing with the published SHA-256", prover.left_nbytes) as progress:
+                verdicts = prover.finish(progress.add)
+        settle_all(store, verdicts)
         _report(plan)
+        unpublished = sum(shard.sha256 is None for shard in store.catalog.shards)
+        if plan.items and unpublished:
+            click.echo(
+                f"df-fetch: the source publishes no SHA-256 of {unpublished} shards: what was fetched of them stays "
+                "unproven until a manifest confirms it",
+                err=True,
+            )
 
 
 @fetch.command("status")
@@ -248,10 +269,9 @@ def fetch_status(
 
     with opened_store(model, cache_dir=cache_dir, roots=roots, offline=True, revision=revision) as store:
         s = read_status(store)
-        if as_json:
-            print_json({**s.as_json(), **roots_as_json(store)})
-            return
-        beside = root_lines(store)
+    if as_json:
+        print_json(s.as_json())
+        return
     expert_total, expert_here = s.experts * s.expert_nbytes, s.experts_present * s.expert_nbytes
     click.echo(f"{s.model} ({s.identity})")
     click.echo(f"  spine    {human_nbytes(s.spine_present_nbytes)} of {human_nbytes(s.spine_nbytes)}")
@@ -262,7 +282,11 @@ def fetch_status(
     click.echo(f"  layers   {s.layers_whole} of {s.layers} whole")
     click.echo(f"  cache    {s.cache_objects:,} objects, {human_nbytes(s.cache_nbytes)} in {s.cache_dir}")
     click.echo(f"  free     {human_nbytes(s.free_nbytes)}")
-    for line in beside:
+    click.echo(
+        f"  proven   {s.proven_spans:,} spans, {human_nbytes(s.proven_nbytes)}; "
+        f"unproven {s.unproven_spans:,}, {human_nbytes(s.unproven_nbytes)}"
+    )
+    for line in root_lines(s):
         click.echo(line)
     for directory in s.shard_directories:
         click.echo(f"  shards   in place in {directory}")
@@ -271,45 +295,7 @@ def fetch_status(
         click.echo(
             f"  packs    {packs.format}{note}: {packs.layers} of {s.layers} layers, {human_nbytes(packs.nbytes)}"
         )
-
-
-@fetch.command("verify")
-@click.argument("model")
-@_looking
-def fetch_verify(
-    model: str, as_json: bool, revision: str | None, cache_dir: Path | None, roots: tuple[Path, ...]
-) -> int:
-    """Hash everything on disk and compare it with its digests. Asks no server.
-
-    Damaged objects and packs are moved to the cache's quarantine folder; the next fetch brings them again.
-    Packs are also decoded and compared with what they were made from, if that is here. Exit status 1 if
-    anything was damaged.
-
-    Example: df-fetch verify demo
-    """
-    from deltafin.cli.progress import Progress, human_nbytes
-    from deltafin.store import nbytes_to_verify, verify
-
-    with opened_store(model, cache_dir=cache_dir, roots=roots, offline=True, revision=revision) as store:
-        with Progress("verifying", nbytes_to_verify(store)) as progress:
-            report = verify(store, progress.add)
-        if as_json:
-            print_json(report.as_json())
-        else:
-            for line in report.damaged:
-                click.echo(f"damaged: {line}")
-            click.echo(f"{report.whole:,} whole ({human_nbytes(report.whole_nbytes)}), {len(report.damaged)} damaged")
-            if report.packs:
-                click.echo(f"{report.packs:,} packs whole ({human_nbytes(report.packs_nbytes)})")
-            if report.vanished:
-                click.echo(f"{report.vanished:,} objects on record are gone; they are fetched when needed")
-            if report.unknown:
-                click.echo(f"{report.unknown:,} whole objects that no record names")
-            if report.bad_records:
-                click.echo(f"{report.bad_records:,} damaged records in object logs were skipped")
-            if report.unproven_shards:
-                click.echo(f"{report.unproven_shards} local shards have no published digest to compare with")
-    return 1 if report.damaged else 0
+    click.echo(f"  verified {last_verify_line(s.last_verify)}")
 
 
 @fetch.command("rm")
@@ -336,7 +322,16 @@ def fetch_rm(
     Example: df-fetch rm demo --layers 3 --experts 0-7
     """
     from deltafin.cli.progress import human_nbytes
-    from deltafin.store import PackFormat, all_items, removable, removable_packs, remove, remove_packs, spine_items
+    from deltafin.store import (
+        PackFormat,
+        all_items,
+        removable,
+        removable_packs,
+        remove,
+        remove_packs,
+        rest_items,
+        spine_items,
+    )
 
     chosen = layers is not None or experts is not None
     if not (chosen or spine or everything or pack_format):
@@ -348,7 +343,7 @@ def fetch_rm(
     with opened_store(model, cache_dir=cache_dir, roots=(), offline=True, revision=revision) as store:
         catalog = store.catalog
         if everything:
-            items = all_items(catalog)
+            items = all_items(catalog) + rest_items(catalog)
         else:
             items = spine_items(catalog) if spine else []
             if chosen:
@@ -356,7 +351,7 @@ def fetch_rm(
         formats = list(PackFormat) if everything else [PackFormat(pack_format)] if pack_format else []
         doomed = removable(store, items)
         packs = [pack for format in formats for pack in removable_packs(store, format)]
-        nbytes, packs_nbytes = sum(entry.nbytes for entry in doomed), sum(nbytes for _, nbytes in packs)
+        nbytes, packs_nbytes = sum(entry.nbytes for _, entry in doomed), sum(nbytes for _, nbytes in packs)
         parts = [f"{len(doomed)} objects, {human_nbytes(nbytes)}"] if items else []
         if packs or not items:
             parts.append(f"{len(packs)} packs, {human_nbytes(packs_nbytes)}")

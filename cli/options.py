@@ -17,7 +17,7 @@ import click
 from deltafin.errors import BadRequest, NoSpace
 
 if TYPE_CHECKING:
-    from deltafin.store import FetchPlan, Idle, Item, Store
+    from deltafin.store import FetchPlan, Idle, Item, Store, Take
 
 # Fetching or removing more than this is announced first.
 ASK_ABOVE_NBYTES = 1_000_000_000
@@ -166,11 +166,19 @@ def interruptible(store: Store) -> Iterator[None]:
 
 
 def fetch_with_consent(
-    store: Store, plan: FetchPlan, label: str, *, yes: bool, also_nbytes: int = 0, idle: Idle | None = None
+    store: Store,
+    plan: FetchPlan,
+    label: str,
+    *,
+    yes: bool,
+    also_nbytes: int = 0,
+    idle: Idle | None = None,
+    take: Take | None = None,
 ) -> None:
     """Fetches a plan with progress; announces it first if it is large, and then needs a yes.
 
-    `also_nbytes` is what the command may fetch later on, beyond the plan. `idle` leaves the line to a run.
+    `also_nbytes` is what the command may fetch later on, beyond the plan. `idle` leaves the line to a run. `take` as
+    for `store.fetch`.
     """
     from deltafin import store as room
     from deltafin.cli.progress import Progress, human_nbytes, human_seconds
@@ -192,7 +200,7 @@ def fetch_with_consent(
             if items:
                 # The small ones first: they tell the rate sooner, and are needed anyway.
                 by_size = sorted(items, key=lambda i: i.span.nbytes)
-                rate, measured = room.measure_rate(store, by_size, landed, idle)
+                rate, measured = room.measure_rate(store, by_size, landed, idle=idle, take=take)
                 items = [i for i in items if i not in measured]
                 speed = f"at the {human_nbytes(rate)}/s just measured"
                 duration = f"about {human_seconds((plan.nbytes + also_nbytes) / rate)} {speed}"
@@ -202,7 +210,7 @@ def fetch_with_consent(
             ask(
                 f"{label}: {human_nbytes(plan.nbytes)} to fetch{more}, {duration}; {human_nbytes(free)} free in {where}"
             )
-        room.fetch(store, items, landed, idle=idle)
+        room.fetch(store, items, landed, idle=idle, take=take)
 
 
 def ask(announcement: str) -> None:

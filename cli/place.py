@@ -26,7 +26,7 @@ from deltafin.errors import BadRequest
 
 if TYPE_CHECKING:
     from deltafin.indexer import Catalog
-    from deltafin.store import PlacePlan, Store
+    from deltafin.store import PlacePlan, Status, Store
 
 Pair = tuple[int, int]  # layer, expert
 
@@ -236,36 +236,18 @@ def evict(
         click.echo(f"evicted {what}")
 
 
-def root_lines(store: Store) -> list[str]:
-    """What df-fetch status says of roots and pins."""
+def root_lines(status: Status) -> list[str]:
+    """What df-fetch status says of the roots beside the cache, of budgets and of pins."""
     from deltafin.cli.progress import human_nbytes
 
     lines = []
-    for number, root in enumerate(store.roots):
-        if root.space is None:
-            lines.append(f"  root     {root.path}, read only: {len(root.log.entries):,} spans on record")
-        elif number or root.space.limits.budget is not None:
-            budget = root.space.limits.budget
-            most = "" if budget is None else f" of {human_nbytes(budget)}"
-            lines.append(
-                f"  root     {root.path}: {human_nbytes(root.space.used_nbytes)}{most} taken, "
-                f"room for {human_nbytes(root.space.room())}"
-            )
-    if pinned := len(store.pins.read()):
-        lines.append(f"  pinned   {pinned:,} experts")
+    for number, root in enumerate(status.roots):
+        held = f"{root.objects:,} objects, {human_nbytes(root.nbytes)}"
+        if root.room is None:
+            lines.append(f"  root     {held} in {root.path}, read only")
+        elif number or root.budget is not None:
+            most = "" if root.budget is None else f" of at most {human_nbytes(root.budget)}"
+            lines.append(f"  root     {held}{most} in {root.path}, room for {human_nbytes(root.room)}")
+    if status.pinned_experts:
+        lines.append(f"  pinned   {status.pinned_experts:,} experts")
     return lines
-
-
-def roots_as_json(store: Store) -> dict[str, object]:
-    """The same for programs."""
-    roots = [
-        {
-            "path": str(root.path),
-            "writable": root.writable,
-            "records": len(root.log.entries),
-            "budget": None if root.space is None else root.space.limits.budget,
-            "room": None if root.space is None else root.space.room(),
-        }
-        for root in store.roots
-    ]
-    return {"roots": roots, "pinned_experts": len(store.pins.read())}

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import lmdb
+import numpy as np
+import numpy.typing as npt
 
 from deltafin.errors import BadCatalog, DeltafinError, NotFound, OldCatalog
 from deltafin.indexer import roles
@@ -169,6 +171,24 @@ class Catalog:
                 spans.append(Span(shard, offset, nbytes))
         return spans
 
+    def expert_table(self) -> npt.NDArray[np.int64]:
+        """Every expert: layer, expert, shard, offset [experts, 4], by layer and number."""
+        keys, values = [], []
+        with self._handle.env.begin() as txn:
+            cursor = txn.cursor()
+            if cursor.set_range(b"e"):
+                for key, value in cursor:
+                    if key[:1] != b"e":
+                        break
+                    keys.append(key)
+                    values.append(value)
+        table = np.empty((len(keys), 4), np.int64)
+        named = np.frombuffer(b"".join(keys), np.dtype([("e", "S1"), ("layer", ">u2"), ("expert", ">u2")]))
+        placed = np.frombuffer(b"".join(values), np.dtype([("shard", "<u2"), ("offset", "<u8")]))
+        table[:, 0], table[:, 1] = named["layer"], named["expert"]
+        table[:, 2], table[:, 3] = placed["shard"], placed["offset"]
+        return table
+
     def spine(self, layer: int) -> SpineGroup:
         """The spine of a layer, or the final norms for GLOBALS."""
         group = json.loads(self._get(b"s/final" if layer == GLOBALS else b"s/%05d" % layer))
@@ -242,7 +262,7 @@ class _Handle:
                 self.env.close()
 
 
-_REBUILD = "rebuild it with df-index build"
+_REBUILD = "rebuild it with df-index build or df-fetch verify --repair"
 _OPENINGS = 5  # of a catalog that is replaced meanwhile
 
 

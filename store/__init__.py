@@ -8,8 +8,8 @@ never imports torch.
 """
 
 from deltafin.store.arena import slot_nbytes
-from deltafin.store.bulk import FetchPlan, fetch, free_nbytes, measure_rate, plan_fetch
-from deltafin.store.check import Status, VerifyReport, nbytes_to_verify, read_status, removable, remove, verify
+from deltafin.store.bulk import FetchPlan, Take, fetch, free_nbytes, measure_rate, plan_fetch
+from deltafin.store.check import RootStatus, Status, read_status, removable, remove
 from deltafin.store.config import Limits, RootSpec, parse_nbytes, parse_root
 from deltafin.store.drive import DEPTH, DEPTHS, DIRECT_FROM_NBYTES
 from deltafin.store.driveprobe import DriveProbe, device_of, direct_reads, probe_drive
@@ -19,13 +19,24 @@ from deltafin.store.foreseen import foreseen_packs, piece_encoding
 from deltafin.store.idle import BusyLine, Idle, lower_priority
 from deltafin.store.iobench import file_system
 from deltafin.store.lineprobe import probe_line
+from deltafin.store.manifest import (
+    ImportReport,
+    Manifest,
+    forget_proofs,
+    import_manifest,
+    make_manifest,
+    read_manifest,
+    write_manifest,
+)
 from deltafin.store.objectlog import ObjectLog
 from deltafin.store.opening import default_cache, is_offline, open_catalog, open_store
 from deltafin.store.packcheck import removable_packs, remove_packs
 from deltafin.store.packing import PackPlan, PackTotals, plan_packs, write_packs
 from deltafin.store.packs import Pack, PackPiece, PackSet, open_packs
 from deltafin.store.placing import PlacePlan, apply_placement, plan_placement
-from deltafin.store.selection import Item, all_items, expert_items, pair_items, parse_numbers, spine_items
+from deltafin.store.proof import Prover, Verdict, settle, settle_all
+from deltafin.store.repair import RepairPlan, RepairReport, mend_logs, plan_repair, rebuild_catalog, repair
+from deltafin.store.selection import Item, all_items, expert_items, pair_items, parse_numbers, rest_items, spine_items
 from deltafin.store.spine import (
     HEAD,
     Block,
@@ -41,6 +52,8 @@ from deltafin.store.standin import Standin, make_standin, standin_packs
 from deltafin.store.stats import SOURCES, StoreStats
 from deltafin.store.store import Store
 from deltafin.store.tuning import raw_rate, tune
+from deltafin.store.verifying import VerifyReport, nbytes_to_verify, quick_verify, verify
+from deltafin.store.verifystate import write_result
 
 __all__ = [
     "DEPTH",
@@ -56,10 +69,12 @@ __all__ = [
     "Encoding",
     "FetchPlan",
     "Idle",
+    "ImportReport",
     "Int8",
     "Item",
     "LayerPieces",
     "Limits",
+    "Manifest",
     "ObjectLog",
     "Pack",
     "PackFormat",
@@ -68,8 +83,12 @@ __all__ = [
     "PackSet",
     "PackTotals",
     "PlacePlan",
+    "Prover",
     "Raw",
+    "RepairPlan",
+    "RepairReport",
     "RootSpec",
+    "RootStatus",
     "SpineLayer",
     "SpineReader",
     "SpineWalk",
@@ -77,7 +96,9 @@ __all__ = [
     "Status",
     "Store",
     "StoreStats",
+    "Take",
     "Uses",
+    "Verdict",
     "VerifyReport",
     "all_items",
     "apply_placement",
@@ -89,12 +110,16 @@ __all__ = [
     "fetch",
     "file_system",
     "foreseen_packs",
+    "forget_proofs",
     "free_nbytes",
+    "import_manifest",
     "is_offline",
     "least_ring_nbytes",
     "lower_priority",
+    "make_manifest",
     "make_standin",
     "measure_rate",
+    "mend_logs",
     "nbytes_to_verify",
     "open_catalog",
     "open_packs",
@@ -108,19 +133,29 @@ __all__ = [
     "plan_fetch",
     "plan_packs",
     "plan_placement",
+    "plan_repair",
     "probe_drive",
     "probe_line",
+    "quick_verify",
     "raw_rate",
+    "read_manifest",
     "read_status",
+    "rebuild_catalog",
     "removable",
     "removable_packs",
     "remove",
     "remove_packs",
+    "repair",
+    "rest_items",
+    "settle",
+    "settle_all",
     "slot_nbytes",
     "spine_items",
     "spine_pieces",
     "standin_packs",
     "tune",
     "verify",
+    "write_manifest",
     "write_packs",
+    "write_result",
 ]

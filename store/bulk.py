@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from deltafin.errors import Missing
-from deltafin.indexer import RemoteFiles
+from deltafin.indexer import RemoteFiles, Span
 from deltafin.store.idle import IDLE_TRANSFERS, Idle
 from deltafin.store.parallelism import MOST, Parallelism
 from deltafin.store.selection import Item
@@ -18,6 +18,7 @@ from deltafin.store.space import free_nbytes as free_nbytes
 from deltafin.store.store import Store
 
 Landed = Callable[[Item], None]
+Take = Callable[[Span, memoryview], bool]
 
 _LOOK_EVERY_S = 0.2  # at how many transfers there may be; one that lands is seen at once
 
@@ -59,13 +60,17 @@ def fetch(
     items: Sequence[Item],
     landed: Landed | None = None,
     enough: Callable[[], bool] | None = None,
+    *,
     idle: Idle | None = None,
+    take: Take | None = None,
+    anew: bool = False,
 ) -> int:
     """Fetches spans in parallel, in order, each kept before it counts; returns how many landed.
 
     The first failure stops the rest; what landed stays. `landed` is called from one thread at a time. Once
     `enough` says so no further span is begun. How many are fetched at once is found by trying; with `idle` they
-    are few, and none is begun while a run uses the line.
+    are few, and none is begun while a run uses the line. `take` is shown each span's bytes by the thread that fetched
+    them, and says whether it keeps the memory. `anew` believes what contradicts unproven digests.
     """
     if items and not store.may_fetch:
         lacking = f"{len(items)} spans ({sum(i.span.nbytes for i in items):,} bytes)"
@@ -80,7 +85,10 @@ def fetch(
         buffer = getattr(buffers, "buffer", None)
         if buffer is None or len(buffer) < item.span.nbytes:
             buffers.buffer = buffer = bytearray(item.span.nbytes)
-        store.fetch(item.span, memoryview(buffer)[: item.span.nbytes], expert=item.address)
+        view = memoryview(buffer)[: item.span.nbytes]
+        store.fetch(item.span, view, expert=item.address, anew=anew)
+        if take is not None and take(item.span, view):
+            buffers.buffer = None
         return item
 
     waiting, count = _Queue(store, items), 0
@@ -149,7 +157,12 @@ def _idle_transfers(idle: Idle) -> Callable[[], int]:
 
 
 def measure_rate(
-    store: Store, items: Sequence[Item], landed: Landed | None = None, idle: Idle | None = None
+    store: Store,
+    items: Sequence[Item],
+    landed: Landed | None = None,
+    *,
+    idle: Idle | None = None,
+    take: Take | None = None,
 ) -> tuple[float, set[Item]]:
     """Fetches the first of `items` for a few seconds; returns bytes per second and the items that landed."""
     started, done = time.monotonic(), set[Item]()
@@ -162,5 +175,8 @@ def measure_rate(
         if landed is not None:
             landed(item)
 
-    fetch(store, items, note, lambda: nbytes >= _PROBE_NBYTES or time.monotonic() - started >= _PROBE_S, idle)
+    def enough() -> bool:
+        return nbytes >= _PROBE_NBYTES or time.monotonic() - started >= _PROBE_S
+
+    fetch(store, items, note, enough, idle=idle, take=take)
     return nbytes / max(1e-9, time.monotonic() - started), done

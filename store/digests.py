@@ -22,17 +22,41 @@ class Digests:
         return span_key(self.shard_ids[span.shard], span.offset, span.nbytes)
 
     def known(self, span: Span) -> ObjectEntry | None:
-        """What is on record of a span's content, whether or not the object is there."""
+        """What is on record of a span's content, whether or not the object is there; rather what is proven."""
         key = self.key(span)
-        return next((entry for root in self._roots if (entry := root.log.entries.get(key)) is not None), None)
-
-    def contradiction(self, span: Span, view: memoryview) -> str | None:
-        """Why `view` cannot be the span's bytes by what is on record, or None."""
-        key = self.key(span)
+        first = None
         for root in self._roots:
-            known = root.log.entries.get(key)
-            if known is not None and hashlib.sha256(view).digest() != known.sha256:
-                return f"the bytes contradict the digest on record in {root.log.path} (df-fetch rm forgets it)"
+            if (entry := root.log.entries.get(key)) is None:
+                continue
+            if entry.proven:
+                return entry
+            first = first or entry
+        return first
+
+    def disproves(self, span: Span, entry: ObjectEntry) -> bool:
+        """Whether a root's record of a span contradicts what another root knows to be proven."""
+        if entry.proven or len(self._roots) == 1:
+            return False
+        known = self.known(span)
+        return known is not None and known.proven and known.sha256 != entry.sha256
+
+    def contradiction(self, span: Span, view: memoryview, *, unproven: bool = True) -> str | None:
+        """Why `view` cannot be the span's bytes by what is on record, or None; without `unproven` by what is proven."""
+        key = self.key(span)
+        entries = [(root, entry) for root in self._roots if (entry := root.log.entries.get(key)) is not None]
+        if proven := [(root, entry) for root, entry in entries if entry.proven]:
+            entries = proven
+        elif not unproven:
+            return None
+        if not entries:
+            return None
+        digest = hashlib.sha256(view).digest()
+        for root, entry in entries:
+            if digest != entry.sha256:
+                what, advice = ("digest on record", " (df-fetch rm forgets it)")
+                if entry.proven:
+                    what, advice = "proven digest on record", ""
+                return f"the bytes contradict the {what} in {root.log.path}{advice}"
         return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deltafin.errors import BadRequest
-from deltafin.store.eviction import Candidate, candidates, coldest
+from deltafin.store.eviction import Candidate, candidates, coldest, evict
 from deltafin.store.roots import Root
 from deltafin.store.store import Store
 
@@ -34,6 +34,6 @@ def plan_eviction(store: Store, root: Root, most_nbytes: int) -> tuple[list[Cand
 
 
 def evict_objects(root: Root, doomed: Iterable[Candidate]) -> None:
-    """Unlinks them; what has gone meanwhile is no error. Raises DiskError."""
+    """Unlinks them; what has gone meanwhile is no error. Raises NoSpace or DiskError."""
     for candidate in doomed:
-        root.remove(candidate.entry)
+        evict(root, candidate)

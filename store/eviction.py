@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from deltafin.errors import DeltafinError, DiskError
-from deltafin.indexer import Catalog, Span
+from deltafin.errors import DeltafinError, DiskError, NoSpace
+from deltafin.indexer import Catalog, Span, disk_error
 from deltafin.store.heat import Counts, Heat
 from deltafin.store.objectlog import ObjectEntry
 from deltafin.store.pins import Pair, Pins
@@ -29,6 +29,7 @@ class Candidate:
 
     entry: ObjectEntry
     experts: tuple[Pair, ...]  # that it holds: usually one
+    keys: tuple[bytes, ...]  # of their spans
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ def candidates(
         for layer in config.moe_layers
         for number, span in enumerate(catalog.expert_spans(layer, range(config.num_experts)))
     }
-    owners: dict[bytes, list[Pair]] = {}
+    owners: dict[bytes, list[tuple[Pair, bytes]]] = {}
     entries: dict[bytes, ObjectEntry] = {}
     kept: set[bytes] = set()
     for name, entry in list(root.log.entries.items()):
@@ -60,8 +61,22 @@ def candidates(
         if expert is None or expert in pinned:
             kept.add(entry.sha256)
         else:
-            owners.setdefault(entry.sha256, []).append(expert)
-    return [Candidate(entries[sha256], tuple(pairs)) for sha256, pairs in owners.items() if sha256 not in kept]
+            owners.setdefault(entry.sha256, []).append((expert, name))
+    return [
+        Candidate(entries[sha256], tuple(pair for pair, _ in held), tuple(key for _, key in held))
+        for sha256, held in owners.items()
+        if sha256 not in kept
+    ]
+
+
+def evict(root: Root, candidate: Candidate) -> bool:
+    """Unlinks an object, and records that this was on purpose; False if it was gone. Raises NoSpace or DiskError."""
+    removed = root.remove(candidate.entry)
+    try:
+        root.log.release(candidate.keys)
+    except OSError as e:
+        raise disk_error(e, root.log.path) from None
+    return removed
 
 
 def heat_of(experts: Sequence[Pair], counts: Counts) -> float:
@@ -109,11 +124,11 @@ class Evictor:
             self._evict(root, candidate)
         return True
 
-    def kept(self, root: Root, entry: ObjectEntry, expert: Pair) -> None:
+    def kept(self, root: Root, entry: ObjectEntry, expert: Pair, key: bytes) -> None:
         """Takes note of an object that was published: later it may have to go itself."""
         if (ranking := self._rankings.get(root)) is not None and expert not in ranking.pinned:
             ranking.newest += 1
-            candidate = Candidate(entry, (expert,))
+            candidate = Candidate(entry, (expert,), (key,))
             heapq.heappush(ranking.heap, (self._heat_now((expert,)), ranking.newest, candidate))
 
     def _ranking(self, root: Root) -> _Ranking:
@@ -149,7 +164,7 @@ class Evictor:
 
     def _evict(self, root: Root, candidate: Candidate) -> None:
         try:
-            if root.remove(candidate.entry):
+            if evict(root, candidate):
                 self._stats.add(evicted_spans=1, evicted_nbytes=candidate.entry.nbytes)
-        except DiskError as e:
+        except (NoSpace, DiskError) as e:
             log.warning("%s", e)

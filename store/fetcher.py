@@ -16,6 +16,7 @@ from deltafin.store.digests import Digests
 from deltafin.store.drive import Drive
 from deltafin.store.idle import BusyLine
 from deltafin.store.keeping import Keeper
+from deltafin.store.objectlog import ObjectEntry
 from deltafin.store.plausible import implausible
 from deltafin.store.stats import StoreStats
 
@@ -113,20 +114,27 @@ class Fetcher:
         *,
         keep: bool = True,
         or_fail: bool = False,
+        anew: bool = False,
     ) -> None:
         """Fills `view` with a span. `keep` makes it an object: if it cannot, that is said once, or raised (`or_fail`).
 
-        `expert` lets it judge bytes that nobody vouches for. Raises Corrupt or NetworkError, then nothing is kept.
+        `expert` lets it judge bytes that nobody vouches for; `anew` takes also what contradicts an unproven digest.
+        Raises Corrupt or NetworkError, then nothing is kept.
         """
         if not keep or not (self._keeps or or_fail):
-            self._transfer(span, view, expert)
+            self._transfer(span, view, expert, anew)
             self._stats.add(unkept_spans=int(keep))
+            return
+        if anew:  # what is here is in doubt
+            self._transfer(span, view, expert, anew)
+            if (entry := self._publish(span, view, expert, or_fail)) is not None:
+                self._keeper.forget_others(span, entry)
             return
         key = self._digests.key(span)
         if self._brought_by_another(key, view):
             return
         try:
-            self._transfer(span, view, expert)
+            self._transfer(span, view, expert, anew)
             self._publish(span, view, expert, or_fail)
         finally:
             self._claims.release(key)
@@ -163,7 +171,7 @@ class Fetcher:
         self._stats.add(object_spans=1, object_nbytes=len(view))
         return True
 
-    def _transfer(self, span: Span, view: memoryview, expert: tuple[int, int] | None) -> None:
+    def _transfer(self, span: Span, view: memoryview, expert: tuple[int, int] | None, anew: bool) -> None:
         """Brings a span over HTTP, again if it cannot be right. Raises Corrupt, NetworkError."""
         remote = self.remote
         assert remote is not None
@@ -173,7 +181,7 @@ class Fetcher:
         while attempts < _ATTEMPTS:
             answer = remote.read_into(shard.name, span.offset, view, expected)
             self._stats.add(http_spans=1, http_nbytes=span.nbytes)
-            complaint = self._complaint(span, view, expert)
+            complaint = self._complaint(span, view, expert, anew)
             if complaint is None:
                 return
             self._stats.add(refused_spans=1)
@@ -187,15 +195,19 @@ class Fetcher:
             f"in {_ATTEMPTS} transfers; nothing of it was kept; is the server or a proxy at fault?"
         )
 
-    def _publish(self, span: Span, view: memoryview, expert: tuple[int, int] | None, or_fail: bool) -> None:
+    def _publish(
+        self, span: Span, view: memoryview, expert: tuple[int, int] | None, or_fail: bool
+    ) -> ObjectEntry | None:
+        entry = None
         try:
-            if self._keeper.publish(span, view, expert, evict=not or_fail) is None:
-                self._stats.add(unkept_spans=1)
+            entry = self._keeper.publish(span, view, expert, evict=not or_fail)
         except (NoSpace, DiskError) as e:
             if or_fail:
                 raise
             self._stop_keeping(e)
+        if entry is None:
             self._stats.add(unkept_spans=1)
+        return entry
 
     def _stop_keeping(self, error: DeltafinError) -> None:
         """Several threads may find the disk full at once; it is said once."""
@@ -204,8 +216,8 @@ class Fetcher:
         if first:
             log.warning("%s; going on without keeping what is fetched", error)
 
-    def _complaint(self, span: Span, view: memoryview, expert: tuple[int, int] | None) -> str | None:
+    def _complaint(self, span: Span, view: memoryview, expert: tuple[int, int] | None, anew: bool) -> str | None:
         """Why fetched bytes cannot be right: they contradict a digest on record, or cannot be an expert."""
-        if (contradiction := self._digests.contradiction(span, view)) is not None:
+        if (contradiction := self._digests.contradiction(span, view, unproven=not anew)) is not None:
             return contradiction
         return None if expert is None else implausible(np.frombuffer(view, np.uint8), self._layout)

@@ -51,7 +51,7 @@ class Keeper:
             if (entry := self._publish(root, span, view, layer)) is not None:
                 if expert is not None:
                     with self._lock:
-                        self._evictor.kept(root, entry, expert)
+                        self._evictor.kept(root, entry, expert, self._digests.key(span))
                 return entry
             tried.add(root)
         if evict and expert is not None:
@@ -61,11 +61,19 @@ class Keeper:
                     made = made and self._space_take(root, len(view))
                 if made and (entry := self._publish(root, span, view, layer)) is not None:
                     with self._lock:
-                        self._evictor.kept(root, entry, expert)
+                        self._evictor.kept(root, entry, expert, self._digests.key(span))
                     return entry
             if any(root.space is not None and root.space.limits.budget is not None for root in self._usable()):
                 return None
         raise self._refusal()
+
+    def forget_others(self, span: Span, entry: ObjectEntry) -> None:
+        """Takes back what roots have on record of a span, unproven, that is not `entry`, which came later."""
+        key = self._digests.key(span)
+        for root in self._usable():
+            known = root.log.entries.get(key)
+            if known is not None and not known.proven and known.sha256 != entry.sha256:
+                root.log.forget(key)
 
     def read(self, key: bytes, view: memoryview) -> bool:
         """Fills `view` with a span that any process has kept by now; False if none has, or it cannot be read."""

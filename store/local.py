@@ -96,10 +96,19 @@ class Local:
 
     def has(self, span: Span) -> bool:
         """Whether a span is here, as an object or in an original shard."""
-        key = self._digests.key(span)
-        return any(root.find(key) for root in self.roots if root.presence.gone is None) or any(
+        return self.object_of(span) is not None or any(
             d.has(span.shard) for d in self.directories if d.presence.gone is None
         )
+
+    def object_of(self, span: Span) -> tuple[Root, ObjectEntry] | None:
+        """The object that a span would be read from: the first in full length that nothing proven contradicts."""
+        key = self._digests.key(span)
+        for root in self.roots:
+            if root.presence.gone is not None or (entry := root.find(key)) is None:
+                continue
+            if not self._digests.disproves(span, entry):
+                return root, entry
+        return None
 
     def was_in(self, span: Span) -> list[Path]:
         """Directories that have gone and had a span."""
@@ -120,7 +129,8 @@ class Local:
         found: list[Copy] = []
         for root in self.roots:
             entry = root.log.entries.get(key)
-            if entry is not None and root.presence.gone is None and (root, key) not in self._damaged:
+            usable = root.presence.gone is None and (root, key) not in self._damaged
+            if entry is not None and entry.held and usable and not self._digests.disproves(span, entry):
                 first = found[0].entry if found else None
                 if first is None or first.sha256 == entry.sha256:
                     found.append(Copy(root, span, entry))
@@ -170,7 +180,8 @@ class Local:
         Where every copy failed that is None as well, but the `last_resort` raises what the last one failed with:
         Corrupt or DiskError.
         """
-        return self._first(span, lambda r, e: r.read(e, slot), lambda d: d.read(span, slot), last_resort, first)
+        known = self._digests.known(span)
+        return self._first(span, lambda r, e: r.read(e, slot), lambda d: d.read(span, slot, known), last_resort, first)
 
     def read_part(self, span: Span, at: int, view: memoryview, *, last_resort: bool) -> bool:
         """Fills `view` with the bytes of a span from `at` on; False and errors as `read`'s None."""
@@ -180,7 +191,7 @@ class Local:
             return view
 
         def of_shard(directory: ShardDirectory) -> memoryview:
-            directory.read_part(span, at, view)
+            directory.read_part(span, at, view, self._digests.known(span))
             return view
 
         return self._first(span, of_object, of_shard, last_resort, None) is not None
@@ -206,7 +217,10 @@ class Local:
         """What a copy of which a part was read must be compared with; None if all of it was compared before."""
         if isinstance(copy.holder, Root) and copy.entry is not None:
             return None if copy.holder.is_checked(copy.entry) else copy.entry
-        return self._digests.known(copy.span)
+        known = self._digests.known(copy.span)
+        if known is None or (isinstance(copy.holder, ShardDirectory) and copy.holder.is_checked(copy.span, known)):
+            return None
+        return known
 
     def examine(self, span: Span, pieces: Sequence[Piece], slot: Slot) -> None:
         """Reads the copies that pieces came from whole, so that a damaged one is found and passed over from now on."""
@@ -267,6 +281,8 @@ class Local:
             if (entry := holder.find(key)) is None:
                 if key in holder.log.entries:  # evicted, or the whole root is away
                     holder.presence.look()
+                return None
+            if self._digests.disproves(span, entry):
                 return None
             if (known := self._damaged.get((holder, key))) is not None:
                 raise known

@@ -59,6 +59,7 @@ class PackReport:
     whole: int = 0
     whole_nbytes: int = 0
     damaged: list[str] = field(default_factory=list)
+    lost: list[tuple[PackFormat, int]] = field(default_factory=list)  # layers of this model whose pack was damaged
 
 
 def verify_packs(store: Store, progress: Progress | None = None) -> PackReport:
@@ -76,10 +77,17 @@ def verify_packs(store: Store, progress: Progress | None = None) -> PackReport:
         except DeltafinError as e:
             if not path.exists():
                 return 0, None  # removed while it was being looked at
+            note_lost(path)
             return nbytes, f"{e}{_moved_aside(root, path)}"
 
+    def note_lost(path: Path) -> None:
+        if path.parent.parent.name == model_key(store.shard_ids):
+            report.lost.append((PackFormat(path.parent.name), int(path.stem.removeprefix("layer-"))))
+
     for root in store.roots:
-        report.damaged += [f"{path}: not a file{_moved_aside(root, path)}" for path in odd_packs(root.path)]
+        for path in odd_packs(root.path):
+            note_lost(path)
+            report.damaged.append(f"{path}: not a file{_moved_aside(root, path)}")
     every = [(root, path, nbytes) for root in store.roots for path, nbytes in pack_files(root.path)]
     with ThreadPoolExecutor(_VERIFY_THREADS, "verify") as pool:
         for nbytes, complaint in pool.map(one, every):

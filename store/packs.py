@@ -99,6 +99,7 @@ class PackSet:
     format: PackFormat
     packs: Mapping[int, Pack]
     complaints: tuple[str, ...]  # a line for each pack that was passed over
+    passed_over: tuple[int, ...] = ()  # layers whose packs are unusable in every root
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +115,7 @@ def open_packs(roots: Sequence[Path], catalog: Catalog, shard_ids: Sequence[byte
     """Looks for each layer's pack in the roots in order; a damaged or unfitting one is passed over, and said."""
     packs: dict[int, Pack] = {}
     complaints: list[str] = []
+    unusable: set[int] = set()
     for root in roots:
         folder = pack_folder(root, shard_ids, format)
         try:
@@ -130,12 +132,13 @@ def open_packs(roots: Sequence[Path], catalog: Catalog, shard_ids: Sequence[byte
             try:
                 packs[layer] = open_pack(path, catalog, shard_ids, format, layer)
             except (Corrupt, DiskError) as e:
+                unusable.add(layer)
                 complaints.append(f"{e}; passed over: write it again with df-fetch spine {catalog.name} --as {format}")
     if complaints:
         others = len(complaints) - 1
         more = f" (and {others} more pack{'s' * (others > 1)})" if others else ""
         log.warning("%s%s", complaints[0], more)
-    return PackSet(format, packs, tuple(complaints))
+    return PackSet(format, packs, tuple(complaints), tuple(sorted(unusable - packs.keys())))
 
 
 def open_pack(path: Path, catalog: Catalog, shard_ids: Sequence[bytes], format: PackFormat, layer: int) -> Pack:

@@ -241,6 +241,7 @@ class ShardDirectory:
         self.required = required  # the catalog was built from here: a change is an error, not a miss
         self._lock = threading.Lock()
         self._usable: dict[int, bool] = {}
+        self._checked: set[tuple[Span, bytes]] = set()  # spans that this process has compared with their digests
 
     def has(self, shard: int) -> bool:
         """Whether this directory holds the shard that was indexed; looked at once."""
@@ -256,13 +257,40 @@ class ShardDirectory:
     def shard_path(self, shard: int) -> Path:
         return self.path / self._catalog.shards[shard].name
 
-    def read(self, span: Span, slot: Slot) -> Slot:
-        """A span as a part of `slot`. Raises DiskError."""
-        return self.drive.read(self.shard_path(span.shard), span.offset, span.nbytes, slot)
+    def read(self, span: Span, slot: Slot, known: ObjectEntry | None = None) -> Slot:
+        """A span as a part of `slot`; compared with its digest, if that is known, the first time.
 
-    def read_part(self, span: Span, at: int, view: memoryview) -> None:
-        """Bytes of a span from `at` on. Raises DiskError."""
-        read_file(self.shard_path(span.shard), span.offset + at, view)
+        Raises Corrupt or DiskError.
+        """
+        content = self.drive.read(self.shard_path(span.shard), span.offset, span.nbytes, slot)
+        if known is not None:
+            self._check(span, content.data, known)
+        return content
+
+    def read_part(self, span: Span, at: int, view: memoryview, known: ObjectEntry | None = None) -> None:
+        """Bytes of a span from `at` on; the whole span is checked the first time, if its digest is known."""
+        if known is None or self.is_checked(span, known):
+            read_file(self.shard_path(span.shard), span.offset + at, view)
+            return
+        whole = memoryview(bytearray(span.nbytes))
+        read_file(self.shard_path(span.shard), span.offset, whole)
+        self._check(span, whole, known)
+        view[:] = whole[at : at + len(view)]
+
+    def is_checked(self, span: Span, known: ObjectEntry) -> bool:
+        """Whether this process has compared all of a span with its digest."""
+        return (span, known.xxh3) in self._checked
+
+    def _check(self, span: Span, content: memoryview, known: ObjectEntry) -> None:
+        if self.is_checked(span, known):
+            return
+        if xxhash.xxh3_128(content).digest() != known.xxh3:
+            kind = "proven" if known.proven else "recorded"
+            raise Corrupt(
+                f"{self.shard_path(span.shard)}: bytes {span.offset} to {span.offset + span.nbytes - 1} contradict "
+                f"their {kind} digest; df-fetch verify tells more"
+            )
+        self._checked.add((span, known.xxh3))
 
     def _look_at(self, number: int) -> bool:
         shard, path = self._catalog.shards[number], self.shard_path(number)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from deltafin.errors import BadRequest
 from deltafin.indexer import GLOBALS, Catalog, Span
+from deltafin.store.spantable import REST, describe, span_table
 
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
@@ -22,10 +23,7 @@ class Item:
 
     @property
     def label(self) -> str:
-        if self.expert is not None:
-            return f"expert {self.expert} of layer {self.layer}"
-        part = "the globals" if self.layer == GLOBALS else f"the spine of layer {self.layer}"
-        return f"{part} (bytes from {self.span.offset})"
+        return describe(self.span.shard, self.span.offset, self.layer, self.expert)
 
     @property
     def address(self) -> tuple[int, int] | None:
@@ -72,6 +70,16 @@ def pair_items(catalog: Catalog, pairs: Iterable[tuple[int, int]]) -> Iterator[I
     """Experts given as (layer, expert), in that order."""
     for layer, expert in pairs:
         yield Item(catalog.expert_spans(layer, [expert])[0], layer, expert)
+
+
+def rest_items(catalog: Catalog) -> list[Item]:
+    """Bytes that no other item covers, of shards with a published digest: with them a whole shard can be proven."""
+    table = span_table(catalog).with_rest(catalog)
+    return [
+        Item(table.span(row), REST)
+        for row in (table.layer == REST).nonzero()[0].tolist()
+        if catalog.shards[table.shard[row]].sha256 is not None
+    ]
 
 
 def all_items(catalog: Catalog) -> list[Item]:

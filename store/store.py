@@ -111,6 +111,11 @@ class Store:
         return self._fetcher.remote
 
     @property
+    def writable_roots(self) -> tuple[Root, ...]:
+        """The roots that are written to, the cache first."""
+        return tuple(root for root in self.roots if root.writable)
+
+    @property
     def drives(self) -> tuple[Drive, ...]:
         """The readers of all roots and shard directories."""
         return self._local.drives
@@ -283,6 +288,14 @@ class Store:
         """32 bytes for each shard of the catalog that name its content."""
         return self._digests.shard_ids
 
+    def known(self, span: Span) -> ObjectEntry | None:
+        """What is on record of a span's content, rather what is proven; the object need not be here."""
+        return self._digests.known(span)
+
+    def object_of(self, span: Span) -> tuple[Root, ObjectEntry] | None:
+        """The object that a span would be read from, if there is one."""
+        return self._local.object_of(span)
+
     def is_local(self, span: Span) -> bool:
         """Whether a span is on this machine, as an object or in an original shard."""
         return self._local.has(span)
@@ -294,10 +307,6 @@ class Store:
     def copies(self, span: Span) -> list[Copy]:
         """Where a span is on this machine, by the records."""
         return self._local.copies(span)
-
-    def known(self, span: Span) -> ObjectEntry | None:
-        """What is on record of a span's content."""
-        return self._digests.known(span)
 
     def submit(
         self,
@@ -350,9 +359,12 @@ class Store:
             self._fetch(span, content.data, expert, keep=keep)
         return content
 
-    def fetch(self, span: Span, view: memoryview, *, expert: tuple[int, int] | None = None) -> None:
-        """Brings a span over HTTP and keeps it; unlike `read` it raises when it cannot be kept."""
-        self._fetch(span, view, expert, or_fail=True)
+    def fetch(self, span: Span, view: memoryview, *, expert: tuple[int, int] | None = None, anew: bool = False) -> None:
+        """Brings a span over HTTP and keeps it; unlike `read` it raises when it cannot be kept.
+
+        `anew` believes it even if it contradicts an unproven digest.
+        """
+        self._fetch(span, view, expert, or_fail=True, anew=anew)
 
     def _read_part(self, span: Span, at: int, view: memoryview) -> None:
         if not self._local.read_part(span, at, view, last_resort=not self.may_fetch):
@@ -368,10 +380,11 @@ class Store:
         *,
         keep: bool = True,
         or_fail: bool = False,
+        anew: bool = False,
     ) -> None:
         if not self.may_fetch:
             raise Missing(self._how_to_get(span, expert))
-        self._fetcher.fetch(span, view, expert, keep=keep, or_fail=or_fail)
+        self._fetcher.fetch(span, view, expert, keep=keep, or_fail=or_fail, anew=anew)
 
     def _how_to_get(self, span: Span, expert: tuple[int, int] | None) -> str:
         if expert is not None:

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from deltafin.store import all_items, expert_items, open_store
+from deltafin.store import all_items, expert_items, open_store, rest_items
 from deltafin.store.fetcher import WORKERS
 
 EXPERT = 3264  # bytes of an expert of tiny
@@ -199,18 +199,18 @@ def test_spine_and_warm_and_all_together_fetch_everything_once(df, indexed, rang
     assert df("df-fetch", "spine", REPO).out.startswith("fetched 12 spans, 2.27 MB; 0 spans")
     assert df("df-fetch", "warm", REPO, "--layers", "1").out.startswith("fetched 16 spans")
     done = df("df-fetch", "all", REPO)
-    assert done.out.startswith("fetched 112 spans") and "28 spans" in done.out
-    assert df("df-fetch", "all", REPO).out.startswith("fetched 0 spans, 0 B; 140 spans")
+    assert done.out.startswith("fetched 126 spans") and "28 spans" in done.out
+    assert df("df-fetch", "all", REPO).out.startswith("fetched 0 spans, 0 B; 154 spans")
     counts = ranges(indexed)
     with open_store(REPO, cache_dir=tmp_path / "cache", offline=True) as store:
-        spans = [item.span for item in all_items(store.catalog)]
+        spans = [item.span for item in all_items(store.catalog) + rest_items(store.catalog)]
         assert counts == {(store.catalog.shards[s.shard].name, s.offset, s.nbytes): 1 for s in spans}
 
 
 def test_all_goes_through_the_shards_in_file_order(df, indexed, ranges):
     df("df-fetch", "all", REPO)
     asked = list(ranges(indexed))
-    assert len(asked) == 140
+    assert len(asked) == 154
     _check_order(asked, sorted(asked))
 
 
@@ -237,7 +237,7 @@ def test_a_revision_is_another_catalog(df, hub, tiny_dir, tmp_path):
 
 def test_offline_what_is_missing_is_one_line_with_its_size(df, indexed):
     line = _one_line(df("df-fetch", "all", REPO, "--offline"))
-    assert "140 spans (2,691,040 bytes) are not on this machine" in line and "--offline" in line
+    assert "154 spans (2,874,040 bytes) are not on this machine" in line and "--offline" in line
     assert indexed.stats()["requests"] == 0
 
 
@@ -284,7 +284,8 @@ def test_status_says_how_much_is_here_and_asks_nobody(df, indexed, tmp_path):
     assert status["free_nbytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
     del status["free_nbytes"]
     (root,) = status.pop("roots")
-    assert (root["path"], root["records"], root["budget"]) == (str(tmp_path / "cache"), 28, None)
+    assert (root["path"], root["objects"], root["budget"]) == (str(tmp_path / "cache"), 28, None)
+    assert root["writable"] and 0 < root["room"] <= root["free_nbytes"]
     assert status.pop("pinned_experts") == 0
     assert status == {
         "model": REPO,
@@ -299,6 +300,12 @@ def test_status_says_how_much_is_here_and_asks_nobody(df, indexed, tmp_path):
         "cache_dir": str(tmp_path / "cache"),
         "cache_objects": 28,
         "cache_nbytes": 2_273_248 + 16 * EXPERT,
+        "proven_spans": 0,
+        "proven_nbytes": 0,
+        "unproven_spans": 28,
+        "unproven_nbytes": 2_273_248 + 16 * EXPERT,
+        "roots": [{"path": str(tmp_path / "cache"), "objects": 28, "nbytes": 2_273_248 + 16 * EXPERT}],
+        "last_verify": None,
         "shard_directories": [],
         "packs": [],
     }
@@ -344,7 +351,7 @@ def test_verify_of_a_whole_cache_succeeds_in_words_and_numbers(df, full_tiny):
     assert (done.status, done.out, done.err) == (0, "140 whole (2.69 MB), 0 damaged\n", "")
     assert df("df-fetch", "verify", REPO, "--json").json == {
         "whole": 140, "whole_nbytes": 2_691_040, "damaged": [], "vanished": 0, "unknown": 0, "bad_records": 0,
-        "unproven_shards": 0, "packs": 0, "packs_nbytes": 0,
+        "mode": "full", "proven_shards": 0, "unproven_shards": 0, "packs": 0, "packs_nbytes": 0,
     }  # fmt: skip
     assert full_tiny.state.log == []
 
@@ -366,8 +373,8 @@ def test_verify_fails_and_names_exactly_the_flipped_ones_and_a_fetch_repairs_the
 
     done = df("df-fetch", "verify", REPO)
     assert done.status == 0 and "10 objects on record are gone; they are fetched when needed" in done.out
-    assert df("df-fetch", "all", REPO).out.startswith("fetched 10 spans")
-    assert df("df-fetch", "verify", REPO, "--json").json["whole"] == 140
+    assert df("df-fetch", "all", REPO).out.startswith("fetched 24 spans")  # the shards' headers and vision parts too
+    assert df("df-fetch", "verify", REPO, "--json").json["whole"] == 154
 
 
 def test_verify_as_json_has_status_one_and_the_names(df, full_tiny, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deltafin.store import all_items, open_store
+from deltafin.store import all_items, open_store, rest_items
 from deltafin.store.parallelism import MOST
 
 REPO = "org/demo"
@@ -83,7 +83,7 @@ def _whole(cache, repo) -> set[tuple[str, int, int]]:
     with open_store(repo, cache_dir=cache, offline=True) as store:
         return {
             (store.catalog.shards[i.span.shard].name, i.span.offset, i.span.nbytes)
-            for i in all_items(store.catalog)
+            for i in all_items(store.catalog) + rest_items(store.catalog)
             if store.is_local(i.span)
         }
 
@@ -122,7 +122,7 @@ def test_ctrl_c_while_fetching_ends_at_once_and_a_second_run_goes_on(
     assert whole
     server.set_mode("ok")
     assert df("df-fetch", "verify", repo).status == 0
-    assert df("df-fetch", "all", repo).out.startswith(f"fetched {140 - len(whole)} spans")
+    assert df("df-fetch", "all", repo).out.startswith(f"fetched {154 - len(whole)} spans")
     assert not whole & ranges(server).keys()
 
 
@@ -137,7 +137,7 @@ def test_ctrl_c_while_indexing_leaves_no_catalog_and_a_second_run_builds_it(star
     assert b"Traceback" not in err and err.endswith(b"interrupted; what was finished is kept\n")
     assert list((tmp_path / "cache").rglob("*.catalog")) == list((tmp_path / "cache").rglob("*.part")) == []
     server.set_mode("ok")
-    assert df("df-fetch", "all", "org/tiny").out.startswith("fetched 140 spans")
+    assert df("df-fetch", "all", "org/tiny").out.startswith("fetched 154 spans")
 
 
 # ---- a reader that leaves -------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_fetch_killed_at_random_moments_never_loses_or_spoils_anything(
     done = df("df-fetch", "all", repo)
     assert done.status == 0
     with open_store(repo, cache_dir=cache, offline=True) as store:
-        items = all_items(store.catalog)
+        items = all_items(store.catalog) + rest_items(store.catalog)
     assert 0.1 * len(items) < len(whole) < 0.95 * len(items), "the kills fell into the middle"
     assert not whole & ranges(server).keys()
     twice = asked + ranges(server).total() - len(items)
@@ -261,7 +261,7 @@ def test_a_fetch_may_be_frozen_and_woken(start, hub, tiny_dir, tmp_path, index_o
     time.sleep(1.0)
     process.send_signal(signal.SIGCONT)
     assert _finish(process)[0] == 0
-    assert df("df-fetch", "verify", "org/tiny", "--json").json["whole"] == 140
+    assert df("df-fetch", "verify", "org/tiny", "--json").json["whole"] == 154
 
 
 def test_a_df_run_killed_while_it_streams_leaves_only_whole_objects(

@@ -17,7 +17,7 @@ import pytest
 
 from deltafin.cext import _io, _math
 from deltafin.indexer import parse_model
-from deltafin.indexer.publish import _host
+from deltafin.indexer.publish import this_host
 from deltafin.runtime.planner import Figures, Kernels, Outcome, Overheads, Subject, load_outcomes, probe, save_figures
 from deltafin.runtime.planner.remembered import FIGURES_FILE, OUTCOMES_FILE, add_outcome
 from deltafin.store import DriveProbe
@@ -278,7 +278,7 @@ def test_a_damaged_record_a_torn_write_and_a_quarantine_are_found(df, tmp_path, 
     (cache / "tmp").mkdir(exist_ok=True)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    left = cache / "tmp" / f".x.{_host()}.{gone.pid}.0.part"
+    left = cache / "tmp" / f".x.{this_host()}.{gone.pid}.0.part"
     left.write_bytes(b"half")
     found = _doctor(df, "org/demo", cache=cache)
     assert sorted(_topics(found)) == ["log", "root", "root"]

@@ -196,8 +196,8 @@ def test_a_fetch_shows_a_bar_with_rate_and_time_left(hub, tiny_dir, tmp_path, in
     server.set_mode("slow_drip", bytes=65536, every=0.1)
     status, seen, out, _ = _on_terminal(["df-fetch", "all", "org/tiny"], tmp_path / "cache", out=False)
     assert status == 0
-    assert out.startswith(b"fetched 140 spans")
-    assert re.search(r"org/tiny: +\d+%\|.*\| \S+/2\.69M \[\d\d:\d\d<(\d\d:\d\d|\?), +\S+B/s\]", seen)
+    assert out.startswith(b"fetched 154 spans")
+    assert re.search(r"org/tiny: +\d+%\|.*\| \S+/2\.87M \[\d\d:\d\d<(\d\d:\d\d|\?), +\S+B/s\]", seen)
     assert "100%" in seen
 
 

@@ -48,7 +48,7 @@ def test_a_whole_cache_verifies_and_every_byte_is_counted(full):
     nbytes = sum(item.span.nbytes for item in all_items(store.catalog))
     assert report.as_json() == {
         "whole": 140, "whole_nbytes": nbytes, "damaged": [], "vanished": 0, "unknown": 0,
-        "bad_records": 0, "unproven_shards": 0, "packs": 0, "packs_nbytes": 0,
+        "bad_records": 0, "mode": "full", "proven_shards": 0, "unproven_shards": 0, "packs": 0, "packs_nbytes": 0,
     }  # fmt: skip
     assert sum(seen) == nbytes_to_verify(store) == nbytes
 
@@ -165,7 +165,7 @@ def test_an_object_that_cannot_be_read_is_damaged_and_the_rest_is_still_checked(
             raise OSError(5, "Input/output error")
         return real(path, *args, **keywords)
 
-    monkeypatch.setattr("deltafin.store.check.open", failing, raising=False)
+    monkeypatch.setattr("deltafin.store.verifying.open", failing, raising=False)
     report = verify(store)
     assert report.whole == 139
     assert len(report.damaged) == 1 and str(victim) in report.damaged[0] and "Input/output" in report.damaged[0]
@@ -181,7 +181,10 @@ def test_verify_compares_local_shards_with_their_published_digests(hub, opened, 
     _flip(shards / "model-00003-of-000012.safetensors")
     report = verify(opened(roots=[shards]))
     assert report.whole == 11
-    assert report.damaged == [f"{shards / 'model-00003-of-000012.safetensors'}: SHA-256 differs from the published one"]
+    path = shards / "model-00003-of-000012.safetensors"
+    assert report.damaged == [
+        f"{path}: SHA-256 differs from the published one: the spine of layer 2 (bytes from 68728)"
+    ]
     assert (shards / "model-00003-of-000012.safetensors").exists(), "an original shard is never moved"
 
 
@@ -226,6 +229,19 @@ def test_status_of_a_full_cache_says_all_of_it(full):
         "cache_objects": 140,
         "cache_nbytes": sum(i.span.nbytes for i in items),
         "free_nbytes": status.free_nbytes,
+        "proven_spans": 0,
+        "proven_nbytes": 0,
+        "unproven_spans": 140,
+        "unproven_nbytes": sum(i.span.nbytes for i in items),
+        "roots": [
+            {
+                "path": str(store.roots[0].path),
+                "objects": 140,
+                "nbytes": sum(i.span.nbytes for i in items),
+                "free_nbytes": status.roots[0].free_nbytes,
+            }
+        ],
+        "last_verify": None,
         "shard_directories": [],
         "packs": [],
     }

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from deltafin.errors import Missing
-from deltafin.store import all_items, fetch, verify
+from deltafin.store import all_items, fetch, rest_items, verify
 
 # What flock does on some network disks: it lets everybody in, or nobody. Put in front of the standard library's.
 NO_LOCKS = """
@@ -44,11 +44,11 @@ def test_four_fetches_at_once_on_an_empty_cache_without_locks_leave_one_whole_se
     assert [writer.returncode for writer in writers] == [0] * 4, outcomes
     assert [err for _, err in outcomes] == [""] * 4
     store = opened(offline=True)
-    items = all_items(store.catalog)
+    items = all_items(store.catalog) + rest_items(store.catalog)
     expected = {hashlib.sha256(span_bytes(store, tiny_dir, item.span)).hexdigest() for item in items}
     assert objects(tmp_path / "cache").keys() == expected
     report = verify(store)
-    assert (report.whole, report.damaged, report.vanished, report.unknown) == (140, [], 0, 0)
+    assert (report.whole, report.damaged, report.vanished, report.unknown) == (154, [], 0, 0)
     assert all(store.is_local(item.span) for item in items)
     assert list((tmp_path / "cache" / "tmp").iterdir()) == []
 
@@ -65,7 +65,7 @@ def test_a_writer_that_is_killed_does_not_disturb_the_others(start, hub, tiny_di
     outcomes = [writer.communicate(timeout=100) for writer in writers]
     assert [writer.returncode for writer in writers] == [-9, 0, 0], outcomes
     report = verify(opened(offline=True))
-    assert (report.whole, report.damaged) == (140, [])
+    assert (report.whole, report.damaged) == (154, [])
     assert list((tmp_path / "cache" / "tmp").iterdir()) == []
 
 
