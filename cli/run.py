@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import sys
@@ -38,6 +39,8 @@ from deltafin.errors import BadRequest, DeltafinError, NotFound
 if TYPE_CHECKING:
     from deltafin.runtime import Model, RunTimes, Tokenizer
     from deltafin.runtime.planner import Outcome as PlanOutcome
+
+log = logging.getLogger(__name__)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -201,7 +204,8 @@ def _keep_heat(engine: Model) -> None:
     try:
         store.heat.add(store.stats.expert_reads, engine.times.passes)
     except DeltafinError as e:
-        click.echo(f"df-run: {e}; the use of experts is not remembered", err=True)
+        # Not a warning: a cache may be read-only on purpose.
+        log.info("%s; the use of experts is not remembered", e)
 
 
 # ---- generating ---------------------------------------------------------------------------------------
@@ -312,6 +316,9 @@ def _as_json(engine: Model, prompt_ids: Sequence[int], outcome: _Outcome) -> dic
     }
 
 
+_TROUBLES = ("corrupt_objects", "disk_errors", "refused_spans", "unproven_spans", "unkept_spans", "evicted_spans")
+
+
 def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome, plan: PlanOutcome | None) -> None:
     from deltafin.cli.progress import human_nbytes
     from deltafin.store import SOURCES
@@ -342,7 +349,7 @@ def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome, plan: Pla
     if engine.memory is not None:
         lines += _memory_lines(engine)
     lines.append(f"requests  {store.requests:,}")
-    for trouble in ("corrupt_objects", "disk_errors", "refused_spans", "unkept_spans", "evicted_spans"):
+    for trouble in _TROUBLES:
         if counts.get(trouble):
             lines.append(f"{trouble.replace('_', ' '):9} {counts[trouble]:,}")
     click.echo("\n".join(lines), err=True)

@@ -183,6 +183,8 @@ class Fetcher:
             self._stats.add(http_spans=1, http_nbytes=span.nbytes)
             complaint = self._complaint(span, view, expert, anew)
             if complaint is None:
+                known = self._digests.known(span)
+                self._stats.add(unproven_spans=int(known is None or not known.proven))
                 return
             self._stats.add(refused_spans=1)
             if remote.blame(answer, f"{shard.name} at {span.offset}: {complaint}"):

@@ -22,6 +22,7 @@ CLIENTS = ["http.client, readinto", "a socket, recv_into", "store"]
 
 def test_the_table_has_every_client_plain_and_over_tls(df, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # not for this
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # which every command sets
     before = dict(os.environ)
     done = df("df-bench", "http")
     assert done.status == 0, done.err

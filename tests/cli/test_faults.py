@@ -155,7 +155,7 @@ def meet(df, hub, tiny_dir, tmp_path, tiny_cache, monkeypatch) -> Callable[..., 
     def run(command: str, case: Case, token: str | None = TOKEN) -> Outcome:
         cache = tmp_path / "cache"
         if command != "index":
-            shutil.copytree(tiny_cache / "catalogs", cache / "catalogs")
+            shutil.copytree(tiny_cache / "catalogs", cache / "catalogs", dirs_exist_ok=True)
         args = dict(case.args)
         if command == "index":  # of the small files only a listing with digests tells, and this one has none
             args = {"path": "*.safetensors", **(IN_HEADER if case in UNPROVEN else {}), **args}
@@ -254,5 +254,51 @@ def test_wrong_bytes_of_the_right_length_are_found_where_anything_can_tell(meet,
     elif case.mode == "zero_tail" and command in ("warm", "all"):
         assert met.done.status == 1 and "all zeros" in met.complaint
         assert "nothing of it was kept" in met.complaint
+    elif command == "all":
+        assert met.done.status == 1 and "do not have the published SHA-256" in met.complaint
+        met.check_kept()
     elif met.done.status != 0:
         assert met.done.status == 1 and met.complaint
+
+
+@pytest.fixture
+def manifest(df, hub, tiny_dir, tiny_cache, tmp_path) -> Path:
+    """The digests of a cache that was fetched from a sound server."""
+    source, file = tmp_path / "source", tmp_path / "tiny.manifest"
+    shutil.copytree(tiny_cache, source)
+    hub(tiny_dir)
+    assert df("df-fetch", "all", REPO, cache=source).status == 0
+    assert df("df-fetch", "manifest", "export", REPO, "-o", str(file), cache=source).status == 0
+    return file
+
+
+@pytest.mark.parametrize(
+    ("command", "mode", "times"),
+    [
+        pytest.param(command, mode, times, marks=() if (command, times) == ("run", 2) else pytest.mark.slow)
+        for command in ("warm", "spine", "all", "run")
+        for mode in ("corrupt_byte", "zero_tail")
+        for times in (2, EVER)
+    ],
+)
+def test_with_a_manifest_no_wrong_byte_is_ever_kept_or_computed_with(
+    meet, manifest, df, tiny_cache, tmp_path, right_ids, command, mode, times
+):
+    shutil.copytree(tiny_cache / "catalogs", tmp_path / "cache" / "catalogs")
+    assert df("df-fetch", "manifest", "import", REPO, str(manifest)).status == 0
+    met = meet(command, Case(mode, {"times": times}))
+    met.check_secrets()
+    met.check_kept()
+    if times == EVER:
+        assert met.done.status == 1 and "contradict the proven digest" in met.complaint and met.done.out == ""
+    else:
+        assert met.done.status == 0, met.done.err
+        assert command != "run" or met.done.out == right_ids
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_without_a_manifest_a_whole_fetch_finds_what_came_wrong_and_brings_it_again(meet, times):
+    met = meet("all", Case("corrupt_byte", {"times": times, "after": 30}))
+    assert met.done.status == 0, met.done.err
+    assert met.done.err.count("came otherwise this time") == times
+    met.check_kept()

@@ -239,8 +239,12 @@ def test_status_of_a_full_cache_says_all_of_it(full):
                 "objects": 140,
                 "nbytes": sum(i.span.nbytes for i in items),
                 "free_nbytes": status.roots[0].free_nbytes,
+                "writable": True,
+                "budget": None,
+                "room": status.roots[0].room,
             }
         ],
+        "pinned_experts": 0,
         "last_verify": None,
         "shard_directories": [],
         "packs": [],

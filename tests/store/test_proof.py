@@ -268,8 +268,10 @@ def test_verified_shards_in_place_have_proven_spans(in_place):
     assert (read_status(open_()).proven_spans, read_status(open_()).unproven_spans) == (140, 0)
     store = open_()
     assert not (store.roots[0].path / "objects").exists(), "nothing was copied"
-    queue = store._local.queue_of(store.catalog.expert_spans(1, [0])[0])
-    assert queue is store.shard_directories[0].drive, "a digest alone does not make reads wait for the cache's drive"
+    (copy,) = store.copies(store.catalog.expert_spans(1, [0])[0])
+    assert copy.drive is store.shard_directories[0].drive, (
+        "a digest alone does not make reads wait for the cache's drive"
+    )
 
 
 def test_experts_exchanged_in_a_shard_are_refused_at_first_use_and_named_by_verify(in_place, tiny_truth, caplog):
