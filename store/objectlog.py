@@ -208,7 +208,7 @@ class ObjectLog:
             raise disk_error(e, self.path, "cannot sync the object log") from None
 
     def _write(self, records: bytes) -> None:
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         try:
             # A torn record of a killed writer stays behind as garbage that readers step over.
             if os.write(fd, records) != len(records):

@@ -66,7 +66,8 @@ class Root:
         """Whether an object is there in full length."""
         name = entry.sha256.hex()
         try:
-            return os.stat(f"{self._objects}/{name[:2]}/{name}").st_size == entry.nbytes
+            # Of a link this is the length of its text: what lies elsewhere is no object of this root.
+            return os.lstat(f"{self._objects}/{name[:2]}/{name}").st_size == entry.nbytes
         except OSError:
             return False
 
@@ -124,6 +125,7 @@ class Root:
         """Keeps the bytes of a span as an object. Raises NoSpace or DiskError, and then nothing has changed."""
         entry = ObjectEntry(hashlib.sha256(view).digest(), xxhash.xxh3_128(view).digest(), len(view))
         final = self.object_path(entry)
+        self._refuse_links(self.path / "tmp", final.parent)
         try:
             if not self._holds(entry, view):
                 self._write(view, final)
@@ -159,6 +161,12 @@ class Root:
             return False
         return held == view
 
+    def _refuse_links(self, *folders: Path) -> None:
+        """Nothing is written where a link leads to. Raises DiskError."""
+        for folder in (self.path / "objects", *folders):
+            if folder.is_symlink():
+                raise DiskError(f"{folder}: a link, and nothing is written where it leads; put a folder in its place")
+
     def _write(self, view: memoryview, final: Path) -> None:
         tmp = self.path / "tmp"
         make_directory(tmp)
@@ -177,6 +185,7 @@ class Root:
         """Moves a damaged object aside, so that it is a miss from now on but can be looked at."""
         aside = self.path / "quarantine" / entry.sha256.hex()
         self._checked.discard(entry.sha256)
+        self._refuse_links(aside.parent)
         try:
             make_directory(aside.parent)
             os.replace(self.object_path(entry), aside)
@@ -344,6 +353,6 @@ def read_file(path: Path, offset: int, view: memoryview) -> None:
 
 def _is_whole(path: Path, nbytes: int) -> bool:
     try:
-        return os.stat(path).st_size == nbytes
+        return os.lstat(path).st_size == nbytes  # a link is replaced, never followed
     except OSError:
         return False
