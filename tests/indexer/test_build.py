@@ -264,7 +264,7 @@ exit $status
 
 def test_few_open_files_are_enough(tiny_dir, tmp_path, fault_tool):
     command = [
-        sys.executable, fault_tool("run_limited").__file__, "--nofile", "32", "--",
+        sys.executable, fault_tool("run_limited").__file__, "--nofile", "64", "--",
         DF_INDEX, "build", tiny_dir, "--cache-dir", tmp_path,
     ]  # fmt: skip
     assert json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["rc"] == 0
