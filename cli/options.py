@@ -124,7 +124,7 @@ def opened_store(
 ) -> Iterator[Store]:
     """A store for a command; Ctrl-C ends its transfers at once. Builds a missing catalog, with progress."""
     from deltafin.cli.progress import Progress
-    from deltafin.store import open_store, parse_root
+    from deltafin.store import open_store
 
     progress: Progress | None = None
 
@@ -139,7 +139,7 @@ def opened_store(
         open_store(
             model,
             cache_dir=cache_dir,
-            roots=[parse_root(str(root)) for root in roots],
+            roots=roots,
             offline=offline,
             revision=revision,
             progress=indexed,

@@ -172,11 +172,15 @@ def _figures(subject: Subject, cache: Path, roots: Sequence[Path], threads: int 
 
 def _directories(subject: Subject, cache: Path, roots: Sequence[Path]) -> dict[Path, bool]:
     """Where the model's bytes are or will be, and whether a test file may be written there."""
-    from deltafin.store import DIRECT_FROM_NBYTES
+    from deltafin.store import DIRECT_FROM_NBYTES, parse_root
 
     if subject.catalog.expert_nbytes < DIRECT_FROM_NBYTES:
         return {}
-    found = {directory.absolute(): True for directory in (cache, *roots)}
+    if subject.store is not None:  # with those of the configuration file
+        found = {root.path.absolute(): True for root in subject.store.roots}
+    else:
+        specs = [parse_root(str(root)) for root in roots]
+        found = {cache.absolute(): True, **{spec.path.absolute(): True for spec in specs}}
     for folder in subject.store.shard_directories if subject.store is not None else ():
         found.setdefault(folder.path.absolute(), False)
     return found

@@ -10,7 +10,7 @@ never imports torch.
 from deltafin.store.arena import slot_nbytes
 from deltafin.store.bulk import FetchPlan, Take, fetch, free_nbytes, measure_rate, plan_fetch
 from deltafin.store.check import RootStatus, Status, read_status, removable, remove
-from deltafin.store.config import Limits, RootSpec, parse_nbytes, parse_root
+from deltafin.store.config import Limits, RootSpec, parse_nbytes, parse_root, read_config
 from deltafin.store.drive import DEPTH, DEPTHS, DIRECT_FROM_NBYTES
 from deltafin.store.driveprobe import DriveProbe, device_of, direct_reads, probe_drive
 from deltafin.store.encodings import Bf12, Bf16, Encoding, Int8, PackFormat, Raw
@@ -53,7 +53,7 @@ from deltafin.store.stats import SOURCES, StoreStats
 from deltafin.store.store import Store
 from deltafin.store.tuning import raw_rate, tune
 from deltafin.store.verifying import VerifyReport, nbytes_to_verify, quick_verify, verify
-from deltafin.store.verifystate import write_result
+from deltafin.store.verifystate import read_result, write_result
 
 __all__ = [
     "DEPTH",
@@ -138,7 +138,9 @@ __all__ = [
     "probe_line",
     "quick_verify",
     "raw_rate",
+    "read_config",
     "read_manifest",
+    "read_result",
     "read_status",
     "rebuild_catalog",
     "removable",

@@ -107,12 +107,24 @@ def _presence(
     store: Store, listed: list[set[str]], keys: list[bytes]
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """For each span whether an object of it is here, and whether its digest is proven [spans]."""
-    here, proven = np.zeros(len(keys), bool), np.zeros(len(keys), bool)
-    for root, names in zip(store.roots, listed, strict=True):
-        found = list(map(root.log.entries.get, keys))
-        here |= np.array([entry is not None and entry.sha256.hex() in names for entry in found], bool)
-        proven |= np.array([entry is not None and entry.proven for entry in found], bool)
-    return here, proven
+    here = np.zeros(len(keys), bool)
+    found = [list(map(root.log.entries.get, keys)) for root in store.roots]
+    proofs = {
+        row: entry.sha256
+        for entries in found
+        for row, entry in enumerate(entries)
+        if entry is not None and entry.proven
+    }
+    for entries, names in zip(found, listed, strict=True):
+        here |= np.array(
+            [
+                # What a proof contradicts is never read, so it is not here.
+                entry is not None and entry.sha256.hex() in names and proofs.get(row, entry.sha256) == entry.sha256
+                for row, entry in enumerate(entries)
+            ],
+            bool,
+        )
+    return here, np.array([row in proofs for row in range(len(keys))], bool)
 
 
 def removable(store: Store, items: Iterable[Item]) -> list[tuple[Root, ObjectEntry]]:

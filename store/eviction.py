@@ -39,6 +39,7 @@ class _Ranking:
     heap: list[tuple[float, int, Candidate]]  # heat, age, what
     pinned: frozenset[Pair]
     stamp: tuple[int, int] | None
+    changes: int  # of the root's log when it was made
     newest: int
 
 
@@ -67,6 +68,12 @@ def candidates(
         for sha256, held in owners.items()
         if sha256 not in kept
     ]
+
+
+def _is_shared(root: Root, candidate: Candidate) -> bool:
+    """Whether other spans are the same object by now: two revisions of a model have experts in common."""
+    sha256 = candidate.entry.sha256
+    return any(entry.sha256 == sha256 and key not in candidate.keys for key, entry in list(root.log.entries.items()))
 
 
 def evict(root: Root, candidate: Candidate) -> bool:
@@ -133,13 +140,16 @@ class Evictor:
 
     def _ranking(self, root: Root) -> _Ranking:
         ranking, stamp = self._rankings.get(root), self._pins.stamp()
-        if ranking is None or ranking.stamp != stamp or not ranking.heap:
-            root.log.refresh_if_grown()
+        if ranking is not None and ranking.stamp == stamp and ranking.heap:
+            return ranking
+        root.log.refresh_if_grown()
+        # Where nothing may go, asking again for every expert that is streamed would take longer than the streaming.
+        if ranking is None or ranking.stamp != stamp or ranking.changes != root.log.changes:
             pinned = frozenset(self._pins.read())
             found = candidates(root, self._key, self._catalog, pinned)
             heap = [(self._heat_now(c.experts), age, c) for age, c in enumerate(found)]
             heapq.heapify(heap)
-            ranking = self._rankings[root] = _Ranking(heap, pinned, stamp, len(heap))
+            ranking = self._rankings[root] = _Ranking(heap, pinned, stamp, root.log.changes, len(heap))
         return ranking
 
     def _next(self, root: Root, ranking: _Ranking, limit: float) -> tuple[float, int, Candidate] | None:
@@ -153,7 +163,7 @@ class Evictor:
                 return None
             else:
                 heapq.heappop(ranking.heap)
-                if root.has(candidate.entry):
+                if root.has(candidate.entry) and not _is_shared(root, candidate):
                     return heat, age, candidate
         return None
 

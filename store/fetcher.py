@@ -127,11 +127,12 @@ class Fetcher:
             return
         if anew:  # what is here is in doubt
             self._transfer(span, view, expert, anew)
-            if (entry := self._publish(span, view, expert, or_fail)) is not None:
+            entry = self._keeper.renew(span, view) or self._publish(span, view, expert, or_fail)
+            if entry is not None:
                 self._keeper.forget_others(span, entry)
             return
         key = self._digests.key(span)
-        if self._brought_by_another(key, view):
+        if self._brought_by_another(span, view):
             return
         try:
             self._transfer(span, view, expert, anew)
@@ -139,19 +140,20 @@ class Fetcher:
         finally:
             self._claims.release(key)
 
-    def _brought_by_another(self, key: bytes, view: memoryview) -> bool:
+    def _brought_by_another(self, span: Span, view: memoryview) -> bool:
         """Claims a span; True, and then `view` holds it, if another process has fetched it meanwhile or does so now.
 
         One that holds a claim is waited for as long as it lives and moves: its transfer began before ours would.
         """
+        key = self._digests.key(span)
         while not self._claims.take(key):
-            if self._is_here_now(key, view):
+            if self._is_here_now(span, view):
                 return True
             self._say_waiting()
             if self._stopping.wait(_CLAIM_POLL_S):
                 raise DeltafinError("stopped while another process was fetching what is needed")
         try:
-            if not self._is_here_now(key, view):
+            if not self._is_here_now(span, view):
                 return False
         except BaseException:
             self._claims.release(key)
@@ -165,8 +167,8 @@ class Fetcher:
         if first:
             log.info("another process is fetching what is needed here, too; waiting for it")
 
-    def _is_here_now(self, key: bytes, view: memoryview) -> bool:
-        if not self._keeper.read(key, view):
+    def _is_here_now(self, span: Span, view: memoryview) -> bool:
+        if not self._keeper.read(span, view):
             return False
         self._stats.add(object_spans=1, object_nbytes=len(view))
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -67,6 +68,17 @@ class Keeper:
                 return None
         raise self._refusal()
 
+    def renew(self, span: Span, view: memoryview) -> ObjectEntry | None:
+        """Keeps bytes that came once more where the same object is: a damaged one is replaced. None if none is.
+
+        Raises NoSpace or DiskError.
+        """
+        key, digest = self._digests.key(span), hashlib.sha256(view).digest()
+        for root in self._usable():
+            if (known := root.log.entries.get(key)) is not None and known.sha256 == digest and root.has(known):
+                return root.publish(key, view)
+        return None
+
     def forget_others(self, span: Span, entry: ObjectEntry) -> None:
         """Takes back what roots have on record of a span, unproven, that is not `entry`, which came later."""
         key = self._digests.key(span)
@@ -75,12 +87,16 @@ class Keeper:
             if known is not None and not known.proven and known.sha256 != entry.sha256:
                 root.log.forget(key)
 
-    def read(self, key: bytes, view: memoryview) -> bool:
-        """Fills `view` with a span that any process has kept by now; False if none has, or it cannot be read."""
+    def read(self, span: Span, view: memoryview) -> bool:
+        """Fills `view` with a span that any process has kept by now; False if none has, or it cannot be read.
+
+        What contradicts a proven digest of another root does not count.
+        """
+        key = self._digests.key(span)
         for root in self._usable():
             try:
                 root.log.refresh_if_grown()
-                if (entry := root.find(key)) is not None:
+                if (entry := root.find(key)) is not None and not self._digests.disproves(span, entry):
                     root.read_part(entry, 0, view)
                     return True
             except (Corrupt, DiskError):
@@ -121,7 +137,8 @@ class Keeper:
                 for span in self._catalog.expert_spans(layer, range(self._catalog.config.num_experts)):
                     key = self._digests.key(span)
                     for root in self._roots:
-                        held[root] += span.nbytes * (key in root.log.entries)
+                        entry = root.log.entries.get(key)  # of what is not held only the digest is there
+                        held[root] += span.nbytes * (entry is not None and entry.held)
             self._layers[layer] = held
         return self._layers[layer]
 

@@ -69,7 +69,7 @@ class LayerReads:
         try:
             piece.copy.read_piece(piece.begin, piece.end, slot)
         except DiskError as e:
-            self._local.failed(piece.copy.holder, e)
+            self._local.failed_piece(piece.copy, e)
             raise
 
 

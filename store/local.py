@@ -87,6 +87,7 @@ class Local:
         self._digests = digests
         self._stats = stats
         self._damaged: dict[tuple[Holder, bytes], Corrupt] = {}  # copies that could not be moved aside
+        self._lost: set[tuple[Holder, bytes]] = set()  # that are on record as held, and were not there
         self._said: set[object] = set()
         self._lock = threading.Lock()  # of what was said
 
@@ -129,7 +130,7 @@ class Local:
         found: list[Copy] = []
         for root in self.roots:
             entry = root.log.entries.get(key)
-            usable = root.presence.gone is None and (root, key) not in self._damaged
+            usable = root.presence.gone is None and not ((root, key) in self._damaged or (root, key) in self._lost)
             if entry is not None and entry.held and usable and not self._digests.disproves(span, entry):
                 first = found[0].entry if found else None
                 if first is None or first.sha256 == entry.sha256:
@@ -227,8 +228,14 @@ class Local:
         for piece in pieces:
             self.read(span, slot, last_resort=False, first=piece.copy)
 
+    def failed_piece(self, copy: Copy, error: DiskError) -> None:
+        """As `failed`, for a part. A copy that is not there is planned with no more: it would be for every token."""
+        if error.errno == errno.ENOENT:
+            self._lost.add((copy.holder, self._digests.key(copy.span)))
+        self.failed(copy.holder, error)
+
     def failed(self, holder: Holder, error: DiskError) -> None:
-        """Takes note of a read that failed, also of a piece. What was removed meanwhile is a miss and no failure."""
+        """Takes note of a read that failed. What was removed meanwhile is a miss and no failure."""
         if not holder.presence.failed(error.errno) and error.errno != errno.ENOENT:
             self._stats.add(disk_errors=1)
             self._say_once((holder, error.errno), "%s", error)

@@ -21,6 +21,7 @@ from deltafin.errors import BadRequest, Corrupt, Missing, NotFound
 from deltafin.indexer import discard, disk_error, make_directory, publish, temporary
 from deltafin.store.objectlog import ObjectEntry, Record
 from deltafin.store.proof import set_aside
+from deltafin.store.roots import Root
 from deltafin.store.spantable import SpanTable, span_table
 from deltafin.store.store import Store
 
@@ -297,6 +298,7 @@ def import_manifest(store: Store, manifest: Manifest) -> ImportReport:
     root, named = store.roots[0], _span_keys(store.shard_ids, manifest)
     records: list[Record] = []
     replaced: list[ObjectEntry] = []
+    elsewhere: list[tuple[Root, bytes]] = []  # records of other roots that it contradicts
     contradicted = foreign = 0
     present = {name for name, _ in root.object_files()}
     for key, sha256, xxh3, nbytes, proven in zip(
@@ -314,6 +316,10 @@ def import_manifest(store: Store, manifest: Manifest) -> ImportReport:
             continue
         if own is not None and own.sha256 != sha256:
             replaced.append(own)
+        for other in store.writable_roots[1:]:
+            if (entry := other.log.entries.get(key)) is not None and entry.sha256 != sha256 and not entry.proven:
+                replaced.append(entry)
+                elsewhere.append((other, key))
         held = sha256.hex() in present or (own is not None and own.held and own.sha256 == sha256)
         records.append((key, ObjectEntry(sha256, xxh3, nbytes, proven=proven, held=held)))
     if contradicted:
@@ -331,19 +337,28 @@ def import_manifest(store: Store, manifest: Manifest) -> ImportReport:
     except OSError as e:
         raise disk_error(e, root.log.path) from None
     root.log.sync()
+    for other, key in elsewhere:
+        try:
+            other.log.forget(key)
+        except OSError as e:
+            raise disk_error(e, other.log.path) from None
     set_aside(store, replaced)
     return ImportReport(len(manifest), int(manifest.proven.sum()), new, len(replaced), foreign)
 
 
 def forget_proofs(store: Store) -> int:
-    """Takes back that anything of this model is proven, in the cache's log; returns how many spans that were."""
-    root = store.roots[0]
-    table = span_table(store.catalog).with_rest(store.catalog)
-    try:
-        count = root.log.disprove(table.keys(store.shard_ids))
-    except OSError as e:
-        raise disk_error(e, root.log.path) from None
-    root.log.sync()
+    """Takes back that anything of this model is proven, in every root that is written to; returns how many records.
+
+    A root that was copied here has brought its proofs along.
+    """
+    keys = span_table(store.catalog).with_rest(store.catalog).keys(store.shard_ids)
+    count = 0
+    for root in store.writable_roots:
+        try:
+            count += root.log.disprove(keys)
+        except OSError as e:
+            raise disk_error(e, root.log.path) from None
+        root.log.sync()
     return count
 
 

@@ -22,7 +22,7 @@ from deltafin.indexer import (
     mirror_address,
     parse_model,
 )
-from deltafin.store.config import Limits, RootSpec, chosen_roots, read_config
+from deltafin.store.config import Limits, RootSpec, chosen_roots, parse_root, read_config
 from deltafin.store.drive import Drive
 from deltafin.store.presence import Presence
 from deltafin.store.roots import Root, ShardDirectory
@@ -159,7 +159,8 @@ def _assemble(
 
     directories = [shards(Path(location.path), required=True)] if location.path else []
     readable = [Root(cache, writable=True, drive=Drive(cache, rate=rate), limits=limits)]
-    for spec in roots:  # that may hold objects, shards or both: one drive for all of them
+    # Those that are written to first: what was fetched anew counts before what a root that is only read has unproven.
+    for spec in sorted(roots, key=lambda spec: not spec.write):  # with objects, shards or both: one drive for each
         drive, presence = Drive(spec.path, rate=rate), Presence(spec.path)
         readable.append(Root(spec.path, writable=spec.write, drive=drive, presence=presence, limits=spec.limits))
         directories.append(ShardDirectory(spec.path, catalog, required=False, drive=drive, presence=presence))
@@ -180,7 +181,7 @@ def _assemble(
 
 
 def _as_spec(root: Path | str | RootSpec) -> RootSpec:
-    return root if isinstance(root, RootSpec) else RootSpec(Path(root).expanduser(), origin=f"--root {root}")
+    return root if isinstance(root, RootSpec) else parse_root(str(root))
 
 
 def _hub_cache_snapshot(location: Location, environ: Mapping[str, str]) -> Path | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltafin.errors import Corrupt
+from deltafin.errors import Corrupt, DiskError
 from deltafin.store.arena import Slot, own_slot
 from deltafin.store.placement import CopyTo, Disk, Pair, expected_s, plan_copies, use_weights
 from deltafin.store.roots import Root, ShardDirectory
@@ -103,6 +103,8 @@ def _copy(store: Store, expert: Pair, root: Root, slot: Slot) -> bool:
     (span,) = store.catalog.expert_spans(expert[0], [expert[1]])
     if root.find(store.key(span)) is not None:
         return False
+    if root.presence.look():  # written all the same, it would fill the disk below the mount
+        raise DiskError(f"{root.path}: gone ({root.presence.gone}); bring it back and run this again")
     content = store.read(span, slot, expert=expert, keep=False).data
     known = store.known(span)
     if known is not None and hashlib.sha256(content).digest() != known.sha256:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -101,7 +102,8 @@ class Prover:
             if span not in self._coming:
                 return False
             self._coming.discard(span)
-            keep = span.shard in self._pieces and len(self._held) < _HELD
+            # Of the shard at hand or the next: what lands early of a later one would keep the place of all others.
+            keep = span.shard in islice(self._pieces, 2) and len(self._held) < _HELD
             if keep:
                 self._held[span] = view
             self._changed.notify_all()

@@ -47,6 +47,7 @@ class RepairPlan:
     doubtful_shards: list[int] = field(default_factory=list)
     doubtful_nbytes: int = 0
     rerecorded: int = 0  # objects whose records were lost, and found in another log
+    beyond_repair: list[str] = field(default_factory=list)  # damage that stays
 
     @property
     def fetch_nbytes(self) -> int:
@@ -142,14 +143,14 @@ def plan_repair(store: Store, report: VerifyReport) -> RepairPlan:
 
     What something else here has, another root or an original shard, is not lost.
     """
-    plan = RepairPlan(doubtful_shards=list(report.doubtful_shards))
+    plan = RepairPlan(doubtful_shards=list(report.doubtful_shards), beyond_repair=list(report.beyond_repair))
     plan.rerecorded = _rerecord(store, report)
     for format, layer in sorted(set(report.lost_packs)):
         plan.packs.setdefault(format, []).append(layer)
     table = span_table(store.catalog).with_rest(store.catalog)
     roots, wrong = store.writable_roots, set(report.wrong_spans)
     doubtful = set(report.doubtful_shards)
-    strangers = Counter(report.strangers.values())
+    strangers = Counter(nbytes for root in roots for nbytes in report.strangers.get(root.path, {}).values())
     absent: dict[int, list[Item]] = defaultdict(list)
     for row, key in enumerate(table.keys(store.shard_ids)):
         span = table.span(row)
@@ -183,7 +184,7 @@ def repair(store: Store, plan: RepairPlan, progress: Progress | None = None) -> 
     `progress` is told bytes that were fetched. What comes over the network must have the digest on record if that is
     proven; if not, it is believed and a difference is said.
     """
-    report = RepairReport(rerecorded=plan.rerecorded)
+    report = RepairReport(rerecorded=plan.rerecorded, unrepaired=list(plan.beyond_repair))
     before = store.requests
     told = progress or (lambda nbytes: None)
     if plan.fetch:
@@ -211,20 +212,24 @@ def repair(store: Store, plan: RepairPlan, progress: Progress | None = None) -> 
 
 
 def _rerecord(store: Store, report: VerifyReport) -> int:
-    """Records what the cache's unnamed objects are, if another root's log knows; returns how many it knew."""
-    if not report.strangers:
-        return 0
-    root, known = store.roots[0], list[tuple[bytes, ObjectEntry]]()
-    for other in store.roots[1:]:
-        for key, entry in other.log.entries.items():
-            if report.strangers.get(entry.sha256.hex()) == entry.nbytes and key not in root.log.entries:
-                known.append((key, entry._replace(held=True)))
-    try:
-        added = root.log.append_all(known)
-    except OSError as e:
-        raise disk_error(e, root.log.path) from None
-    for _, entry in known:
-        report.strangers.pop(entry.sha256.hex(), None)
+    """Records what unnamed objects are, in each root that is written to, if another's log knows; returns how many."""
+    added = 0
+    for root in store.writable_roots:
+        if not (strangers := report.strangers.get(root.path)):
+            continue
+        known = [
+            (key, entry._replace(held=True))
+            for other in store.roots
+            if other is not root
+            for key, entry in other.log.entries.items()
+            if strangers.get(entry.sha256.hex()) == entry.nbytes and key not in root.log.entries
+        ]
+        try:
+            added += root.log.append_all(known)
+        except OSError as e:
+            raise disk_error(e, root.log.path) from None
+        for _, entry in known:
+            strangers.pop(entry.sha256.hex(), None)
     return added
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 from deltafin.errors import NoSpace
@@ -16,6 +17,8 @@ RESERVE_PART = 0.01  # of a disk, where that is less
 # Other processes write too. What they took is seen when the bytes are counted again, at the latest after this part of
 # the budget was written; a budget is exact for one writer.
 _RECOUNT_PART = 1 / 20
+_COUNT_PART = 1 / 50  # of the time may be spent counting a root that stays full: it is asked for every streamed expert
+_QUICK_S = 0.01  # what takes no longer may be done each time
 _SETTLE_S = 60.0  # for writes under way; a drive that takes longer has other trouble
 _COUNTED = ("objects", "packs", "quarantine", "tmp")
 
@@ -30,6 +33,7 @@ class Space:
         self._settled = threading.Condition(self._lock)  # told whenever a write is over
         self._used: int | None = None  # None: to be counted
         self._since_count = 0
+        self._count_again_at = 0.0  # time.monotonic() before which a full root need not be counted once more
         self._flying = 0  # promised to writes that are under way
 
     @property
@@ -46,7 +50,8 @@ class Space:
     def take(self, nbytes: int) -> bool:
         """Promises room for a write, if there is enough. `wrote` or `give_back` follows.
 
-        Before a budget is called used up, writes under way are waited for and the bytes are counted again.
+        Before a budget is called used up, writes under way are waited for and the bytes are counted again, unless that
+        was done just now.
         """
         counted = False
         with self._lock:
@@ -56,6 +61,8 @@ class Space:
                 if self._flying:
                     if not self._settled.wait(_SETTLE_S):
                         return False
+                elif time.monotonic() < self._count_again_at:
+                    return False
                 else:
                     self._used, counted = None, True
             self._flying += nbytes
@@ -117,8 +124,12 @@ class Space:
         budget = self.limits.budget
         again = budget is not None and self._since_count > _RECOUNT_PART * budget and not self._flying
         if self._used is None or again:
+            begun = time.monotonic()
             self._used = sum(_nbytes_below(str(self.path / name)) for name in _COUNTED)
             self._since_count = 0
+            ended = time.monotonic()
+            took_s = ended - begun
+            self._count_again_at = ended + (took_s / _COUNT_PART if took_s > _QUICK_S else 0.0)
         return self._used
 
 

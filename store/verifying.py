@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _READ_NBYTES = 4 << 20
 _THREADS = 4
+_ANOTHER = "a span of another model"  # how an object is called whose model is not the one in hand
 _NAMED_SPANS = 3  # of a damaged shard, in one line
 
 Progress = Callable[[int], None]
@@ -58,13 +59,16 @@ class VerifyReport:
     packs: int = 0  # whole ones
     packs_nbytes: int = 0
     # For the repair: what is wrong with this model, beside objects on record that are gone.
-    strangers: dict[str, int] = field(default_factory=dict)  # the cache's unknown objects, with their bytes
+    strangers: dict[Path, dict[str, int]] = field(
+        default_factory=dict
+    )  # unknown objects of each root, with their bytes
     wrong_spans: list[Span] = field(default_factory=list)  # in original shards
     doubtful_shards: list[int] = field(default_factory=list)  # whose objects are not, together, what was published
     lost_packs: list[tuple[PackFormat, int]] = field(default_factory=list)
+    beyond_repair: list[str] = field(default_factory=list)  # those lines of `damaged` that no fetch could mend
 
     def as_json(self) -> dict[str, object]:
-        hidden = ("strangers", "wrong_spans", "doubtful_shards", "lost_packs")
+        hidden = ("strangers", "wrong_spans", "doubtful_shards", "lost_packs", "beyond_repair")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
 
 
@@ -98,8 +102,7 @@ def quick_verify(store: Store) -> VerifyReport:
             owner = owners.get(name)
             if owner is None:
                 report.unknown += 1
-                if root is store.roots[0]:
-                    report.strangers[name] = nbytes
+                report.strangers.setdefault(root.path, {})[name] = nbytes
             if owner is None or owner.entry.nbytes == nbytes:
                 report.whole += 1
                 report.whole_nbytes += nbytes
@@ -107,6 +110,8 @@ def quick_verify(store: Store) -> VerifyReport:
             entry = owner.entry
             line = f"{root.object_path(entry)}: {owner.label}: {nbytes} bytes, expected {entry.nbytes}"
             report.damaged.append(line + _moved(root, entry))
+            if not _repairable(root.object_path(entry), owner):
+                report.beyond_repair.append(report.damaged[-1])
     for directory in store.shard_directories:
         for number, shard in enumerate(store.catalog.shards):
             if directory.has(number):
@@ -114,6 +119,7 @@ def quick_verify(store: Store) -> VerifyReport:
                 report.whole_nbytes += shard.nbytes
             elif directory.required:
                 report.damaged.append(f"{directory.shard_path(number)}: missing")
+                report.beyond_repair.append(report.damaged[-1])
     for format in PackFormat:
         packs = store.packs(format)
         report.packs += len(packs.packs)
@@ -156,7 +162,7 @@ def _owners(root: Root, labels: dict[bytes, str]) -> dict[str, _Owner]:
         name = entry.sha256.hex()
         before = owners.get(name)
         held = entry.held or (before is not None and before.held)
-        owners[name] = _Owner(entry, labels.get(key, "a span of another model"), held)
+        owners[name] = _Owner(entry, labels.get(key, _ANOTHER), held)
     return owners
 
 
@@ -202,9 +208,11 @@ class _Verification:
         if self._progress is not None:
             self._progress(nbytes)
 
-    def _damaged(self, line: str) -> None:
+    def _damaged(self, line: str, *, repairable: bool = True) -> None:
         with self._lock:
             self._report.damaged.append(line)
+            if not repairable:
+                self._report.beyond_repair.append(line)
 
     # ---- objects ---------------------------------------------------------------------------------------------
 
@@ -222,7 +230,7 @@ class _Verification:
             label = owner.label if owner is not None else "named by no record"
             entry = owner.entry if owner is not None else ObjectEntry(bytes.fromhex(name), b"", nbytes)
             line = f"{path}: {label}: {complaint}, {nbytes} bytes{_moved(root, entry)}"
-            self._damaged(line)
+            self._damaged(line, repairable=_repairable(path, owner))
             if not path.exists():
                 self._state.note_damaged(line)  # moved aside, it would not be found again
             return
@@ -230,8 +238,8 @@ class _Verification:
             self._report.whole += 1
             self._report.whole_nbytes += nbytes
             self._report.unknown += owner is None
-            if owner is None and root is self._store.roots[0]:
-                self._report.strangers[name] = nbytes
+            if owner is None:
+                self._report.strangers.setdefault(root.path, {})[name] = nbytes
 
     def _look_at(self, path: Path, name: str, nbytes: int) -> str:
         """What is wrong with an object whose content should be what its name says; empty if nothing is."""
@@ -301,7 +309,7 @@ class _Verification:
         path = directory.shard_path(number)
         if not directory.has(number):
             if directory.required:
-                self._damaged(f"{path}: missing")
+                self._damaged(f"{path}: missing", repairable=False)
             return
         table = self._table.of_shard(number)
         spans = [table.span(row) for row in range(len(table))]
@@ -319,7 +327,7 @@ class _Verification:
         try:
             whole, found = self._hash_pieces(path, spans)
         except DeltafinError as e:
-            self._damaged(str(e))
+            self._damaged(str(e), repairable=False)
             return
         wrong = [row for row, entry in enumerate(known) if entry is not None and entry.sha256 != found[row].sha256]
         if shard.sha256 is not None and whole == shard.sha256:
@@ -327,11 +335,13 @@ class _Verification:
             if false := sum((entry := known[row]) is not None and entry.proven for row in wrong):
                 self._damaged(
                     f"{path}: has its published SHA-256, but {false} digests on record as proven contradict it; a "
-                    f"manifest was wrong: df-fetch manifest forget {store.model}, then verify again"
+                    f"manifest was wrong: df-fetch manifest forget {store.model}, then verify again",
+                    repairable=False,
                 )
                 return
         elif wrong or shard.sha256 is not None:
-            self._damaged(f"{path}: {self._what_differs(table, wrong, shard.sha256 is not None)}")
+            line = f"{path}: {self._what_differs(table, wrong, shard.sha256 is not None)}"
+            self._damaged(line, repairable=bool(wrong))
             with self._lock:
                 self._report.wrong_spans += [spans[row] for row in wrong]
             return
@@ -401,6 +411,11 @@ def _moved(root: Root, entry: ObjectEntry) -> str:
         return f"; moved to {root.quarantine(entry)}"
     except DeltafinError as e:
         return f" ({e})"
+
+
+def _repairable(path: Path, owner: _Owner | None) -> bool:
+    """Whether a damaged object is out of the way, and of this model or of none: then what is missing can be fetched."""
+    return not path.exists() and (owner is None or owner.label != _ANOTHER)
 
 
 def _drain(results: Iterable[None]) -> None:

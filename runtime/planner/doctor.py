@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -20,7 +19,19 @@ from deltafin.cext import _math
 from deltafin.errors import DeltafinError, OldCatalog
 from deltafin.indexer import Catalog, catalog_path, parse_model, stale_files
 from deltafin.runtime.memory import available_nbytes, cgroup_left
-from deltafin.store import ObjectLog, PackFormat, direct_reads, file_system, free_nbytes, is_offline, open_store
+from deltafin.store import (
+    ObjectLog,
+    PackFormat,
+    RootSpec,
+    direct_reads,
+    file_system,
+    free_nbytes,
+    is_offline,
+    open_store,
+    parse_root,
+    read_config,
+    read_result,
+)
 
 # The shards of Kimi K3, sockets, and what a program has open anyway.
 NEEDED_FILES = 256
@@ -30,7 +41,6 @@ OLD_VERIFY_S = 90 * 24 * 3600.0
 _LIBRARIES = ("numpy", "torch", "lmdb", "requests", "xxhash", "zstandard", "tiktoken", "huggingface_hub")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _WIDE = {"avx512f": "avx512", "avx2": "avx2", "asimd": "neon"}  # flags of a processor -> kernels for it
-_MOST_VERIFY_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +86,14 @@ def examine(
     _processor(report)
     _memory(report)
     _limits(report)
-    for path in dict.fromkeys([cache, *roots]):
-        _root(report, path.expanduser(), writable=path == cache)
+    _root(report, cache.expanduser(), writable=True, made=True)
+    specs = _roots(report, roots, environ)
+    for spec in specs:
+        if spec.path.resolve() != cache.expanduser().resolve():
+            _root(report, spec.path, writable=spec.write, made=False)
     catalog = catalog_path(cache, ref.name)
     if _catalog(report, model, catalog):
-        _store(report, model, cache, roots, revision)
+        _store(report, model, cache, [spec for spec in specs if spec.path.is_dir()], revision, environ)
     elif ref.repo is None:
         report.say("catalog", f"{model}: built when it is first used")
     else:
@@ -173,11 +186,23 @@ def _limit(value: int) -> str:
 # ---- directories ---------------------------------------------------------------------------------------------
 
 
-def _root(report: Report, path: Path, *, writable: bool) -> None:
+def _roots(report: Report, given: Sequence[Path], environ: Mapping[str, str]) -> list[RootSpec]:
+    """The roots beside the cache: those of the command line, then those of the configuration file."""
+    specs = [parse_root(str(root)) for root in given]
+    try:
+        known = {spec.path.resolve() for spec in specs}
+        specs += [spec for spec in read_config(environ).roots if spec.path.resolve() not in known]
+    except DeltafinError as e:
+        report.find("config", str(e), "correct the file of roots (DELTAFIN_CONFIG)")
+    return specs
+
+
+def _root(report: Report, path: Path, *, writable: bool, made: bool) -> None:
+    """`made`: whether it is made when it is needed."""
     there = path
     while not there.exists() and there != there.parent:
         there = there.parent
-    if there != path and not writable:
+    if there != path and not made:
         report.find("root", f"{path} is not there", "mount its drive, or leave --root out")
         return
     if not there.is_dir():
@@ -247,22 +272,20 @@ def _log(report: Report, path: Path) -> None:
 
 def _last_verify(report: Report, path: Path) -> None:
     file = path / "verify.json"
-    try:
-        if file.stat().st_size > _MOST_VERIFY_NBYTES:
-            raise ValueError
-        found = json.loads(file.read_bytes())
-        finished, damaged = float(found["finished"]), int(found.get("damaged", 0))
-        mode = next((kind for kind in ("quick", "full") if found.get("mode") == kind), "of unknown kind")
-    except OSError:
-        if (path / "objects.log").exists():
+    if (found := read_result(path)) is None:
+        if file.exists():
+            report.say("verify", f"{file}: unreadable, ignored; the next df-fetch verify writes it anew")
+        elif (path / "objects.log").exists():
             report.say("verify", f"{path}: never")
         return
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-        report.say("verify", f"{file}: unreadable, ignored; the next df-fetch verify writes it anew")
-        return
+    finished, lines = found["finished"], found.get("damaged")
+    assert isinstance(finished, int)
+    damaged, sound = len(lines) if isinstance(lines, list) else 0, found.get("sound") is True
+    mode = next((kind for kind in ("quick", "full") if found.get("mode") == kind), "of unknown kind")
     days = (time.time() - finished) / 86400
-    report.say("verify", f"{path}: {days:.0f} days ago, {mode}, {damaged:,} damaged")
-    if damaged:
+    repaired = ", repaired" if damaged and sound else ""
+    report.say("verify", f"{path}: {days:.0f} days ago, {mode}, {damaged:,} damaged{repaired}")
+    if damaged and not sound:
         report.find(
             "verify", f"{path}: the last verify found {damaged:,} damaged", "run: df-fetch verify MODEL --repair"
         )
@@ -288,11 +311,16 @@ def _catalog(report: Report, model: str, path: Path) -> bool:
     return False
 
 
-def _store(report: Report, model: str, cache: Path, roots: Sequence[Path], revision: str | None) -> None:
+def _store(
+    report: Report,
+    model: str,
+    cache: Path,
+    roots: Sequence[RootSpec],
+    revision: str | None,
+    environ: Mapping[str, str],
+) -> None:
     try:
-        with open_store(
-            model, cache_dir=cache, roots=[r for r in roots if r.is_dir()], offline=True, revision=revision
-        ) as store:
+        with open_store(model, cache_dir=cache, roots=roots, offline=True, revision=revision, environ=environ) as store:
             for folder in store.shard_directories:
                 here = sum(folder.has(number) for number in range(len(store.catalog.shards)))
                 report.say("shards", f"{folder.path}: {here} of {len(store.catalog.shards)} shards as indexed")

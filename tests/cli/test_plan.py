@@ -315,9 +315,10 @@ def test_a_damaged_catalog_is_found(df, tmp_path, demo_cache):
 @pytest.mark.parametrize(
     ("record", "findings", "says"),
     [
-        ({"finished": time.time() - 86400, "mode": "full", "damaged": 0}, 0, "1 days ago, full, 0 damaged"),
-        ({"finished": time.time(), "mode": "quick", "damaged": 3}, 1, "0 days ago, quick, 3 damaged"),
-        ({"finished": 1.0, "mode": "full", "damaged": 0}, 1, "days ago, full"),
+        ({"finished": int(time.time()) - 86400, "mode": "full", "damaged": []}, 0, "1 days ago, full, 0 damaged"),
+        ({"finished": int(time.time()), "mode": "quick", "damaged": ["a", "b"]}, 1, "0 days ago, quick, 2 damaged"),
+        ({"finished": int(time.time()), "mode": "full", "damaged": ["a"], "sound": True}, 0, "1 damaged, repaired"),
+        ({"finished": 1, "mode": "full", "damaged": []}, 1, "days ago, full"),
         ({"finished": "yesterday"}, 0, "unreadable, ignored"),
         ([], 0, "unreadable, ignored"),
     ],
@@ -329,6 +330,13 @@ def test_the_last_verify_is_told(df, tmp_path, record, findings, says):
     found = _doctor(df, cache=cache)
     assert len(found["findings"]) == findings
     assert any(f["topic"] == "verify" and says in f["text"] for f in found["facts"])
+
+
+def test_what_verify_leaves_behind_is_understood(df, tmp_path, demo_cache):
+    cache = tmp_path / "cache"
+    shutil.copytree(demo_cache, cache)
+    assert df("df-fetch", "verify", "demo", "--cache-dir", cache).status == 0
+    assert any(f["topic"] == "verify" and ", full, 0 damaged" in f["text"] for f in _doctor(df, cache=cache)["facts"])
 
 
 def test_a_root_that_is_not_there_and_one_that_is_a_file_are_found(df, tmp_path):
