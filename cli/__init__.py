@@ -16,6 +16,7 @@ from collections.abc import Callable
 import click
 
 from deltafin import __version__
+from deltafin.cli.lines import one_line
 from deltafin.errors import DeltafinError, NoMemory
 
 COMMANDS = {
@@ -110,7 +111,7 @@ def _execute(load: Callable[[], click.Command], name: str) -> int:
         _complain(f"\n{name}: interrupted; what was finished is kept")
         return _INTERRUPTED
     except DeltafinError as e:
-        _complain(f"{name}: {' '.join(str(e).splitlines())}")
+        _complain(f"{name}: {one_line(str(e))}")
         return e.exit_status
     except BrokenPipeError:
         _drop_output()

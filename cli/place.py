@@ -217,13 +217,15 @@ def evict(
     Example: df-fetch evict demo --to 2MB --dry-run
     """
     from deltafin.cli.progress import human_nbytes
-    from deltafin.store import default_cache, evict_objects, plan_eviction
+    from deltafin.store import default_cache, evict_objects, parse_root, plan_eviction
 
-    if root is not None and root.expanduser().resolve() == (cache_dir or default_cache()).expanduser().resolve():
+    if root is not None:
+        root = parse_root(str(root)).path
+    if root is not None and root.resolve() == (cache_dir or default_cache()).expanduser().resolve():
         root = None
     roots = () if root is None else (Path(f"{root},write"),)
     with opened_store(model, cache_dir=cache_dir, roots=roots, offline=True, revision=revision) as store:
-        where = store.roots[0] if root is None else next(r for r in store.roots if r.path == root.expanduser())
+        where = store.roots[0] if root is None else next(r for r in store.roots if r.path == root)
         doomed, held = plan_eviction(store, where, most)
         nbytes = sum(candidate.entry.nbytes for candidate in doomed)
         what = f"{len(doomed):,} experts, {human_nbytes(nbytes)}, of {human_nbytes(held)} in {where.path}"

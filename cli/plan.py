@@ -27,6 +27,7 @@ from deltafin.errors import BadRequest, DeltafinError
 
 if TYPE_CHECKING:
     from deltafin.runtime.planner import Figures, Plan, Subject
+    from deltafin.store import RootSpec
 
 _NO_COMMAND = ("-h", "--help", "--version")
 
@@ -101,7 +102,7 @@ def plan_show(
         parse_rate,
         present,
     )
-    from deltafin.store import default_cache, is_offline
+    from deltafin.store import asked_roots, default_cache, is_offline, parse_root
 
     if line_text is not None and probe_line:
         raise BadRequest("--probe-line has no effect beside --line; leave one out")
@@ -110,8 +111,10 @@ def plan_show(
     changes = parse_changes(what_if)
     line = parse_rate(line_text, "--line") if line_text is not None else None
     cache = cache_dir or default_cache()
-    with open_subject(model, cache=cache, roots=roots, revision=revision) as subject:
-        figures = _figures(subject, cache, roots, threads, measure)
+    given = [parse_root(str(root)) for root in roots]
+    every = asked_roots(given, cache)
+    with open_subject(model, cache=cache, roots=given, revision=revision) as subject:
+        figures = _figures(subject, cache, every, threads, measure)
         if probe_line:
             line = _line(subject)
         here = present(subject.store) if subject.store is not None else None
@@ -133,10 +136,14 @@ _SHORT = "reads and products as measured, walked in the engine's order: df-plan 
 def _error_line(error: float | None, runs: int) -> str:
     if error is None:
         return "error     unknown until df-run or df-bench tokens has been compared with it"
-    return f"error     {error:.0%} in the median of the last {runs} runs here"
+    return (
+        f"error     {error:.0%} in the median of the last {runs} runs here"
+        if runs > 1
+        else f"error     {error:.0%} in the one run here so far"
+    )
 
 
-def _figures(subject: Subject, cache: Path, roots: Sequence[Path], threads: int | None, measure: bool) -> Figures:
+def _figures(subject: Subject, cache: Path, roots: Sequence[RootSpec], threads: int | None, measure: bool) -> Figures:
     """What is remembered of this machine and of the drives that the model comes from, or measured now and remembered.
 
     A small model's files stay in the page cache, whatever their drive.
@@ -170,17 +177,13 @@ def _figures(subject: Subject, cache: Path, roots: Sequence[Path], threads: int 
     return replace(known, drives=tuple(drives))
 
 
-def _directories(subject: Subject, cache: Path, roots: Sequence[Path]) -> dict[Path, bool]:
+def _directories(subject: Subject, cache: Path, roots: Sequence[RootSpec]) -> dict[Path, bool]:
     """Where the model's bytes are or will be, and whether a test file may be written there."""
-    from deltafin.store import DIRECT_FROM_NBYTES, parse_root
+    from deltafin.store import DIRECT_FROM_NBYTES
 
     if subject.catalog.expert_nbytes < DIRECT_FROM_NBYTES:
         return {}
-    if subject.store is not None:  # with those of the configuration file
-        found = {root.path.absolute(): True for root in subject.store.roots}
-    else:
-        specs = [parse_root(str(root)) for root in roots]
-        found = {cache.absolute(): True, **{spec.path.absolute(): True for spec in specs}}
+    found = {directory.absolute(): True for directory in (cache, *(root.path for root in roots))}
     for folder in subject.store.shard_directories if subject.store is not None else ():
         found.setdefault(folder.path.absolute(), False)
     return found
@@ -235,9 +238,10 @@ def plan_doctor(
     Example: df-plan doctor demo
     """
     from deltafin.runtime.planner import DEFAULT_MODEL, examine
-    from deltafin.store import default_cache
+    from deltafin.store import default_cache, parse_root
 
-    report = examine(model or DEFAULT_MODEL, cache=cache_dir or default_cache(), roots=roots, revision=revision)
+    given = [parse_root(str(root)) for root in roots]
+    report = examine(model or DEFAULT_MODEL, cache=cache_dir or default_cache(), roots=given, revision=revision)
     if as_json:
         print_json({"fine": report.fine, **asdict(report)})
     else:

@@ -10,6 +10,8 @@ from typing import Never, Self
 
 from tqdm import tqdm
 
+from deltafin.cli.lines import one_line
+
 _LINE_EVERY_S = 10.0
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -94,5 +96,5 @@ class StderrHandler(logging.Handler):
         self._command = command
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = " ".join(self.format(record).split("\n"))
+        text = one_line(self.format(record))
         tqdm.write(f"{self._command}: {record.levelname.lower()}: {text}", file=sys.stderr)

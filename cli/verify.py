@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from deltafin.cli.lines import one_line
 from deltafin.cli.options import (
     ASK_ABOVE_NBYTES,
     ask,
@@ -159,7 +160,7 @@ def _print(report: VerifyReport) -> None:
     from deltafin.cli.progress import human_nbytes
 
     for line in report.damaged:
-        click.echo(f"damaged: {line}")
+        click.echo(f"damaged: {one_line(line)}")
     what = "of the right size" if report.mode == "quick" else "whole"
     click.echo(f"{report.whole:,} {what} ({human_nbytes(report.whole_nbytes)}), {len(report.damaged)} damaged")
     if report.proven_shards:
@@ -184,9 +185,9 @@ def _print_repair(done: RepairReport) -> None:
     if done.rerecorded:
         click.echo(f"recorded {done.rerecorded:,} objects again that another root knows")
     for line in done.changed:
-        click.echo(f"changed: {line}")
+        click.echo(f"changed: {one_line(line)}")
     click.echo(f"fetched {done.spans:,} spans again, {human_nbytes(done.nbytes)}, in {done.requests:,} requests")
     if done.packs:
         click.echo(f"made {done.packs:,} packs again")
     for line in done.unrepaired:
-        click.echo(f"not repaired: {line}")
+        click.echo(f"not repaired: {one_line(line)}")

@@ -18,7 +18,7 @@ from deltafin.indexer.sources import K3_REPO, DirectorySource, HubSource, Locati
 
 _SUFFIX = ".catalog"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
-_REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+_REPO = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 DEMO = "demo"
 
 

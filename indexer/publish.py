@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def discard(part: Path) -> None:
     """Removes a temporary file, if it is there. For cleaning up: an error here must not hide the one before it."""
     with contextlib.suppress(OSError):
         part.unlink()
+
+
+def read_small(path: Path, most_nbytes: int) -> bytes:
+    """All of a regular file that may come from anywhere. OSError, at once, if it is no file or longer than that."""
+    # Opening a named pipe would wait for somebody who writes.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as f:
+        if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a file")
+        data = f.read(most_nbytes + 1)
+    if len(data) > most_nbytes:
+        raise OSError(errno.EINVAL, f"longer than {most_nbytes:,} bytes")
+    return data
 
 
 def make_directory(directory: Path) -> None:

@@ -29,7 +29,7 @@ from deltafin.store.manifest import (
     write_manifest,
 )
 from deltafin.store.objectlog import ObjectLog
-from deltafin.store.opening import default_cache, is_offline, open_catalog, open_store
+from deltafin.store.opening import asked_roots, default_cache, is_offline, open_catalog, open_store
 from deltafin.store.packcheck import removable_packs, remove_packs
 from deltafin.store.packing import PackPlan, PackTotals, plan_packs, write_packs
 from deltafin.store.packs import Pack, PackPiece, PackSet, open_packs
@@ -102,6 +102,7 @@ __all__ = [
     "VerifyReport",
     "all_items",
     "apply_placement",
+    "asked_roots",
     "default_cache",
     "device_of",
     "direct_reads",

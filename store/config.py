@@ -19,7 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltafin.errors import BadRequest, NotFound
+from deltafin.indexer import read_small
 
+_MOST_NBYTES = 1 << 20  # of a configuration file
+_MOST_PATH = 4000  # characters
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGTP])(i?)B?|B)?", re.IGNORECASE)
 _OPTION = re.compile(r"(?:(budget|reserve)=(.*)|write)")
 
@@ -60,7 +63,7 @@ def parse_nbytes(text: str) -> int | None:
 def parse_root(text: str) -> RootSpec:
     """`DIR` or `DIR,write,budget=500GB,reserve=20GB`. Raises BadRequest."""
     origin = f"--root {text}"
-    words = [] if Path(text).expanduser().is_dir() else text.split(",")
+    words = [] if _is_directory(_expanded(text, origin)) else text.split(",")
     options: list[re.Match[str]] = []
     while len(words) > 1 and (m := _OPTION.fullmatch(words[-1])) is not None:
         options.append(m)
@@ -86,14 +89,15 @@ def read_config(environ: Mapping[str, str]) -> Config:
     if path is None:
         return Config()
     try:
-        with open(path, "rb") as f:
-            known = tomllib.load(f)
+        known = tomllib.loads(read_small(path, _MOST_NBYTES).decode())
     except FileNotFoundError:
         raise NotFound(f"DELTAFIN_CONFIG={path}: no such file") from None
     except OSError as e:
         raise NotFound(f"{path}: cannot be read ({e.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise BadRequest(f"{path}: not TOML: {e}") from None
+    except ValueError as e:  # not only TOMLDecodeError: text that is no UTF-8, numbers of thousands of digits
+        raise BadRequest(f"{path}: not TOML: {str(e)[:200]}") from None
+    except RecursionError:
+        raise BadRequest(f"{path}: nested too deeply") from None
     _check_keys(known, ("cache", "root"), str(path))
     cache, roots = known.get("cache", {}), known.get("root", [])
     if not isinstance(cache, dict):
@@ -114,7 +118,7 @@ def chosen_roots(config: Config, given: Sequence[RootSpec], cache: Path) -> tupl
     """
     chosen: dict[Path, RootSpec] = {}
     for spec in (*given, *config.roots):
-        if not spec.path.is_dir():
+        if not _is_directory(spec.path):
             raise NotFound(f"{spec.origin}: no such directory")
         real = spec.path.resolve()
         if real == cache.resolve() and (spec.write or spec in config.roots):
@@ -127,7 +131,7 @@ def chosen_roots(config: Config, given: Sequence[RootSpec], cache: Path) -> tupl
 
 def _config_path(environ: Mapping[str, str]) -> Path | None:
     if given := environ.get("DELTAFIN_CONFIG"):
-        return Path(given).expanduser()
+        return _expanded(given, "DELTAFIN_CONFIG")
     home = environ.get("XDG_CONFIG_HOME") or (f"{environ['HOME']}/.config" if environ.get("HOME") else None)
     if home is None or not (path := Path(home) / "deltafin" / "config.toml").is_file():
         return None
@@ -137,9 +141,9 @@ def _config_path(environ: Mapping[str, str]) -> Path | None:
 def _root(known: Mapping[str, object], origin: str) -> RootSpec:
     _check_keys(known, ("path", "budget", "reserve", "write"), origin)
     path, write = known.get("path"), known.get("write", False)
-    if not isinstance(path, str) or not path:
+    if not isinstance(path, str) or not path or "\0" in path:
         raise BadRequest(f"{origin}: path: expected a directory as a string")
-    if not Path(path).expanduser().is_absolute():
+    if not _expanded(path, origin).is_absolute():
         raise BadRequest(f"{origin}: path {path!r}: expected an absolute path")
     if not isinstance(write, bool):
         raise BadRequest(f"{origin}: write: expected true or false")
@@ -149,7 +153,23 @@ def _root(known: Mapping[str, object], origin: str) -> RootSpec:
 def _spec(path: Path, write: bool, limits: Limits, origin: str) -> RootSpec:
     if limits != Limits() and not write:
         raise BadRequest(f"{origin}: budget and reserve have no effect where nothing is written; add write")
-    return RootSpec(path.expanduser(), write, limits, origin)
+    if len(str(path)) > _MOST_PATH:
+        raise BadRequest(f"{origin[:200]}: a path of {len(str(path)):,} characters is too long")
+    return RootSpec(_expanded(str(path), origin), write, limits, origin)
+
+
+def _expanded(text: str, origin: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as e:  # ~ of somebody who is not known here
+        raise BadRequest(f"{origin}: {text[:200]}: {e}") from None
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long for any file
+        return False
 
 
 def _limits(known: Mapping[str, object], origin: str) -> Limits:

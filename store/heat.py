@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deltafin.indexer import Catalog, discard, disk_error, make_directory, publish, temporary
+from deltafin.indexer import Catalog, discard, disk_error, make_directory, publish, read_small, temporary
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Heat:
         """The counts as they were last written."""
         layers, experts = self._shape
         try:
-            raw = self.path.read_bytes()
+            raw = read_small(self.path, _HEADER.size + 4 * layers * experts + _CHECK.size)
         except FileNotFoundError:
             return np.zeros(self._shape, np.float32)
         except OSError as e:

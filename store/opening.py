@@ -180,6 +180,13 @@ def _assemble(
     return Store(catalog, readable, directories, remote, model)
 
 
+def asked_roots(
+    given: Sequence[RootSpec], cache: Path, environ: Mapping[str, str] = os.environ
+) -> tuple[RootSpec, ...]:
+    """All roots beside the cache: those that were given, and those of the configuration file. As `open_store`."""
+    return chosen_roots(read_config(environ), given, cache)
+
+
 def _as_spec(root: Path | str | RootSpec) -> RootSpec:
     return root if isinstance(root, RootSpec) else parse_root(str(root))
 

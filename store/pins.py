@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deltafin.errors import DiskError
-from deltafin.indexer import Catalog, discard, disk_error, make_directory, publish, temporary
+from deltafin.indexer import Catalog, discard, disk_error, make_directory, publish, read_small, temporary
 from deltafin.store.heat import model_file
 
 FOLDER = "pins"
@@ -28,9 +28,7 @@ class Pins:
     def read(self) -> set[Pair]:
         """All pinned experts. Raises DiskError."""
         try:
-            if self.path.stat().st_size > _MOST_NBYTES:
-                raise ValueError
-            known = json.loads(self.path.read_bytes())
+            known = json.loads(read_small(self.path, _MOST_NBYTES))
             if known["version"] != 1 or known["model"] != self._identity:
                 raise ValueError
             pairs = {(int(layer), number) for layer, numbers in known["experts"].items() for number in numbers}

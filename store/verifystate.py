@@ -12,9 +12,9 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeGuard
 
-from deltafin.indexer import discard, make_directory, publish, temporary
+from deltafin.indexer import discard, make_directory, publish, read_small, temporary
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +22,10 @@ STATE_NAME = "verify.state"
 RESULT_NAME = "verify.json"
 _VERSION = 1
 _OLDEST_S = 7 * 24 * 3600.0
-_MOST_NBYTES = 256 << 20
+_MOST_NBYTES = 64 << 20
 _EVERY_S = 1.0
+# Neither through a link nor, waiting for a reader, into a named pipe.
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
 
 
 class VerifyState:
@@ -41,7 +43,9 @@ class VerifyState:
             self.damaged, self._whole = [], {}
         try:
             make_directory(root)
-            self._file = open(self.path, "a" if goes_on else "w", encoding="utf-8")  # noqa: SIM115
+            if not goes_on:
+                self.path.unlink(missing_ok=True)  # anew, and not through a link into another file
+            self._file = os.fdopen(os.open(self.path, _APPEND, 0o644), "a", encoding="utf-8")
         except OSError as e:
             log.info("%s: cannot be written (%s); an interruption would begin anew", self.path, e.strerror)
             return
@@ -94,15 +98,12 @@ class VerifyState:
     def _load(self, model: str) -> bool:
         """Reads what an earlier run has left; False if there is nothing to go on with."""
         try:
-            if self.path.stat().st_size > _MOST_NBYTES:
+            first, *lines = read_small(self.path, _MOST_NBYTES).decode(errors="replace").split("\n")
+            kind, version, of, began = json.loads(first)
+            if (kind, version, of) != ("verify", _VERSION, model) or not 0 <= time.time() - began < _OLDEST_S:
                 return False
-            with open(self.path, encoding="utf-8", errors="replace") as f:
-                first = json.loads(f.readline())
-                kind, version, of, began = first
-                if (kind, version, of) != ("verify", _VERSION, model) or not 0 <= time.time() - began < _OLDEST_S:
-                    return False
-                for text in f:
-                    self._note(text)
+            for text in lines:
+                self._note(text)
             return True
         except FileNotFoundError:
             return False
@@ -149,9 +150,24 @@ def read_result(root: Path) -> dict[str, object] | None:
     """How the last verification ended; None if none did, or nothing can be read of it."""
     path = root / RESULT_NAME
     try:
-        if path.stat().st_size > _MOST_NBYTES:
-            return None
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_small(path, _MOST_NBYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("finished"), int) else None
+    return found if _is_result(found) else None
+
+
+def _is_result(found: object) -> TypeGuard[dict[str, object]]:
+    """Whether it has what is shown of it, in a form that can be."""
+    if not isinstance(found, dict):
+        return False
+    finished, model, whole = found.get("finished"), found.get("model"), found.get("whole")
+    return (
+        type(finished) is int
+        and 0 <= finished < 1 << 40
+        and found.get("mode") in ("quick", "full")
+        and isinstance(model, str)
+        and model.isprintable()
+        and type(whole) is int
+        and isinstance(found.get("damaged"), list)
+        and type(found.get("sound")) is bool
+    )

@@ -23,12 +23,12 @@ from deltafin.store import (
     ObjectLog,
     PackFormat,
     RootSpec,
+    asked_roots,
     direct_reads,
     file_system,
     free_nbytes,
     is_offline,
     open_store,
-    parse_root,
     read_config,
     read_result,
 )
@@ -77,7 +77,7 @@ class Report:
 
 
 def examine(
-    model: str, *, cache: Path, roots: Sequence[Path], revision: str | None, environ: Mapping[str, str] = os.environ
+    model: str, *, cache: Path, roots: Sequence[RootSpec], revision: str | None, environ: Mapping[str, str] = os.environ
 ) -> Report:
     """Everything that can be told without a server. Raises only for a model's name that makes no sense."""
     ref = parse_model(model, cache, revision=revision)
@@ -86,14 +86,16 @@ def examine(
     _processor(report)
     _memory(report)
     _limits(report)
-    _root(report, cache.expanduser(), writable=True, made=True)
-    specs = _roots(report, roots, environ)
-    for spec in specs:
-        if spec.path.resolve() != cache.expanduser().resolve():
-            _root(report, spec.path, writable=spec.write, made=False)
+    every = _every_root(report, roots, environ)
+    _root(report, cache.expanduser(), writable=True)
+    for root in every:
+        if not os.path.exists(root.path):  # also False for a name that is too long
+            report.find("root", f"{root.origin}: no such directory", "mount its drive, or leave it out")
+        elif root.path.resolve() != cache.resolve():
+            _root(report, root.path, writable=root.write)
     catalog = catalog_path(cache, ref.name)
     if _catalog(report, model, catalog):
-        _store(report, model, cache, [spec for spec in specs if spec.path.is_dir()], revision, environ)
+        _store(report, model, cache, [root for root in roots if root.path.is_dir()], revision, environ)
     elif ref.repo is None:
         report.say("catalog", f"{model}: built when it is first used")
     else:
@@ -183,28 +185,26 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
+def _every_root(report: Report, given: Sequence[RootSpec], environ: Mapping[str, str]) -> list[RootSpec]:
+    """The roots that were given, and those of the configuration file, in the order in which they are asked."""
+    try:
+        named = read_config(environ).roots
+    except DeltafinError as e:
+        report.find("config", str(e), "correct the file: no command that opens a model works meanwhile")
+        named = ()
+    roots: dict[Path, RootSpec] = {}
+    for root in (*given, *named):
+        roots.setdefault(root.path.resolve(), root)
+    return list(roots.values())
+
+
 # ---- directories ---------------------------------------------------------------------------------------------
 
 
-def _roots(report: Report, given: Sequence[Path], environ: Mapping[str, str]) -> list[RootSpec]:
-    """The roots beside the cache: those of the command line, then those of the configuration file."""
-    specs = [parse_root(str(root)) for root in given]
-    try:
-        known = {spec.path.resolve() for spec in specs}
-        specs += [spec for spec in read_config(environ).roots if spec.path.resolve() not in known]
-    except DeltafinError as e:
-        report.find("config", str(e), "correct the file of roots (DELTAFIN_CONFIG)")
-    return specs
-
-
-def _root(report: Report, path: Path, *, writable: bool, made: bool) -> None:
-    """`made`: whether it is made when it is needed."""
+def _root(report: Report, path: Path, *, writable: bool) -> None:
     there = path
     while not there.exists() and there != there.parent:
         there = there.parent
-    if there != path and not made:
-        report.find("root", f"{path} is not there", "mount its drive, or leave --root out")
-        return
     if not there.is_dir():
         report.find("root", f"{there} is not a directory", "move it away, or choose another --cache-dir")
         return
@@ -272,25 +272,24 @@ def _log(report: Report, path: Path) -> None:
 
 def _last_verify(report: Report, path: Path) -> None:
     file = path / "verify.json"
-    if (found := read_result(path)) is None:
-        if file.exists():
+    found = read_result(path)
+    if found is None:
+        if os.path.lexists(file):
             report.say("verify", f"{file}: unreadable, ignored; the next df-fetch verify writes it anew")
         elif (path / "objects.log").exists():
             report.say("verify", f"{path}: never")
         return
-    finished, lines = found["finished"], found.get("damaged")
+    finished, damaged, model = found["finished"], found["damaged"], found["model"]
     assert isinstance(finished, int)
-    damaged, sound = len(lines) if isinstance(lines, list) else 0, found.get("sound") is True
-    mode = next((kind for kind in ("quick", "full") if found.get("mode") == kind), "of unknown kind")
-    days = (time.time() - finished) / 86400
-    repaired = ", repaired" if damaged and sound else ""
-    report.say("verify", f"{path}: {days:.0f} days ago, {mode}, {damaged:,} damaged{repaired}")
-    if damaged and not sound:
-        report.find(
-            "verify", f"{path}: the last verify found {damaged:,} damaged", "run: df-fetch verify MODEL --repair"
-        )
+    assert isinstance(damaged, list)
+    days, bad = (time.time() - finished) / 86400, len(damaged)
+    repaired = ", repaired" if bad and found["sound"] else ""
+    report.say("verify", f"{path}: {days:.0f} days ago, {found['mode']}, {model}: {bad:,} damaged{repaired}")
+    if not found["sound"]:
+        what = f"{bad:,} damaged" if bad else "what could not be repaired"
+        report.find("verify", f"{path}: the last verify found {what}", f"run: df-fetch verify {model} --repair")
     if days * 86400 > OLD_VERIFY_S:
-        report.find("verify", f"{path}: the last verify is {days:.0f} days old", "run: df-fetch verify MODEL")
+        report.find("verify", f"{path}: the last verify is {days:.0f} days old", f"run: df-fetch verify {model}")
 
 
 # ---- the model -----------------------------------------------------------------------------------------------
@@ -320,9 +319,15 @@ def _store(
     environ: Mapping[str, str],
 ) -> None:
     try:
+        asked_roots(roots, cache, environ)
+    except DeltafinError:
+        return  # said already: no command can open it
+    try:
         with open_store(model, cache_dir=cache, roots=roots, offline=True, revision=revision, environ=environ) as store:
             for folder in store.shard_directories:
                 here = sum(folder.has(number) for number in range(len(store.catalog.shards)))
+                if not here and not folder.required:
+                    continue  # a root of objects alone
                 report.say("shards", f"{folder.path}: {here} of {len(store.catalog.shards)} shards as indexed")
                 if here < len(store.catalog.shards) and folder.required:
                     report.find(

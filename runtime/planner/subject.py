@@ -20,7 +20,7 @@ from deltafin.indexer import (
     parse_model,
     source_of,
 )
-from deltafin.store import PackFormat, PackSet, Store, all_items, open_store
+from deltafin.store import PackFormat, PackSet, RootSpec, Store, all_items, open_store
 
 DEFAULT_MODEL = K3_REPO
 
@@ -76,7 +76,7 @@ class Present:
     shared_nbytes: int  # that several directories have
 
 
-def open_subject(model: str | None, *, cache: Path, roots: Sequence[Path], revision: str | None) -> Subject:
+def open_subject(model: str | None, *, cache: Path, roots: Sequence[RootSpec], revision: str | None) -> Subject:
     """Opens no socket and builds no catalog of a repository. A directory or the demo is indexed now if need be.
 
     Kimi K3's shape is known before it is indexed; of another repository it is not. Raises Missing and what

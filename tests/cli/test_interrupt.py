@@ -219,7 +219,7 @@ def _kill_rounds(rounds, repo, cache, server, start, until, ranges, df, most) ->
 
 @pytest.mark.parametrize(
     ("name", "rounds", "most"),
-    [("demo", 20, 30), pytest.param("k93", 40, 80, marks=pytest.mark.slow)],
+    [("demo", 6, 30), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("demo", 20, 30), ("k93", 40, 80)))],
 )
 def test_a_fetch_killed_at_random_moments_never_loses_or_spoils_anything(
     start, hub, request, tmp_path, index_only, until, df, ranges, record_property, name, rounds, most

@@ -84,6 +84,7 @@ def test_pins_are_made_shown_and_taken_back(df, full_tiny):
 
 def test_the_hottest_and_those_of_a_trace_can_be_pinned(df, full_tiny, tmp_path):
     trace = tmp_path / "t.trace"
+    shutil.rmtree(tmp_path / "cache" / "heat", ignore_errors=True)  # of other tests' runs
     assert "has left any heat yet" in df("df-fetch", "pin", REPO, "--hottest", "5").err
     _run(df, "--trace", trace)
     assert df("df-fetch", "pin", REPO, "--hottest", "5").out.startswith("pinned 5 experts")

@@ -226,7 +226,7 @@ def test_without_figures_nothing_is_remembered(df, tmp_path):
 
 def test_damaged_memory_of_runs_is_one_warning(df, cache):
     add_outcome(cache, Outcome(1.0, "df-run", "it", 3, 2.0, 1.0))
-    assert "100% in the median" in df("df-plan", "demo", cache=cache).out
+    assert "100% in the one run here" in df("df-plan", "demo", cache=cache).out
     (cache / OUTCOMES_FILE).write_text("{")
     done = df("df-plan", "demo", cache=cache)
     assert done.status == 0 and "damaged, ignored" in done.err and "unknown until" in done.out
@@ -312,38 +312,86 @@ def test_a_damaged_catalog_is_found(df, tmp_path, demo_cache):
     assert finding["topic"] == "catalog" and finding["do"] == "run: df-index build org/demo"
 
 
+SOUND = {"finished": 1, "mode": "full", "model": "org/demo", "whole": 5, "damaged": [], "sound": True}
+
+
 @pytest.mark.parametrize(
-    ("record", "findings", "says"),
+    ("changes", "says"),
     [
-        ({"finished": int(time.time()) - 86400, "mode": "full", "damaged": []}, 0, "1 days ago, full, 0 damaged"),
-        ({"finished": int(time.time()), "mode": "quick", "damaged": ["a", "b"]}, 1, "0 days ago, quick, 2 damaged"),
-        ({"finished": int(time.time()), "mode": "full", "damaged": ["a"], "sound": True}, 0, "1 damaged, repaired"),
-        ({"finished": 1, "mode": "full", "damaged": []}, 1, "days ago, full"),
-        ({"finished": "yesterday"}, 0, "unreadable, ignored"),
-        ([], 0, "unreadable, ignored"),
+        ({"finished": time.time() - 86400}, "1 days ago, full, org/demo: 0 damaged"),
+        ({"finished": time.time(), "damaged": ["one"]}, "0 days ago, full, org/demo: 1 damaged, repaired"),
+        ({"finished": "yesterday"}, "unreadable, ignored"),
+        ({"finished": 10**300}, "unreadable, ignored"),
+        ({"model": "\x1b[31m"}, "unreadable, ignored"),
+        ({"damaged": 3}, "unreadable, ignored"),
     ],
 )
-def test_the_last_verify_is_told(df, tmp_path, record, findings, says):
-    cache = tmp_path / "cache"
+def test_the_last_verify_is_told(df, tmp_path, changes, says):
+    found = _after_verify(df, tmp_path / "cache", SOUND | {key: _whole(value) for key, value in changes.items()})
+    assert found["fine"] and any(f["topic"] == "verify" and says in f["text"] for f in found["facts"])
+
+
+def test_an_old_verify_and_one_that_found_damage_need_attention(df, tmp_path):
+    old = _after_verify(df, tmp_path / "a", SOUND)
+    assert [f["do"] for f in old["findings"]] == ["run: df-fetch verify org/demo"]
+    bad = SOUND | {"finished": int(time.time()), "damaged": ["one", "two"], "sound": False}
+    (finding,) = _after_verify(df, tmp_path / "b", bad)["findings"]
+    assert "found 2 damaged" in finding["what"] and finding["do"] == "run: df-fetch verify org/demo --repair"
+
+
+def test_what_a_real_verify_found_is_told(df, tmp_path, demo_cache):
+    cache = shutil.copytree(demo_cache, tmp_path / "full")
+    victim = next(path for path in (cache / "objects").glob("*/*"))
+    victim.write_bytes(bytes(victim.stat().st_size))
+    assert df("df-fetch", "verify", "org/demo", cache=cache).status == 1
+    findings = _doctor(df, "org/demo", cache=cache)["findings"]
+    assert any(f["topic"] == "verify" and "found 1 damaged" in f["what"] for f in findings)
+
+
+def _after_verify(df, cache: Path, record: dict) -> dict:
     cache.mkdir()
     (cache / "verify.json").write_text(json.dumps(record))
-    found = _doctor(df, cache=cache)
-    assert len(found["findings"]) == findings
-    assert any(f["topic"] == "verify" and says in f["text"] for f in found["facts"])
+    return _doctor(df, cache=cache)
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) else value
 
 
 def test_what_verify_leaves_behind_is_understood(df, tmp_path, demo_cache):
     cache = tmp_path / "cache"
     shutil.copytree(demo_cache, cache)
     assert df("df-fetch", "verify", "demo", "--cache-dir", cache).status == 0
-    assert any(f["topic"] == "verify" and ", full, 0 damaged" in f["text"] for f in _doctor(df, cache=cache)["facts"])
+    assert any(f["topic"] == "verify" and ", full, demo: 0 damaged" in f["text"] for f in _doctor(df, cache=cache)["facts"])
 
 
 def test_a_root_that_is_not_there_and_one_that_is_a_file_are_found(df, tmp_path):
     (tmp_path / "file").write_text("")
     missing = _doctor(df, "--root", tmp_path / "gone", cache=tmp_path / "none")["findings"]
-    assert [f["what"] for f in missing] == [f"{tmp_path / 'gone'} is not there"]
+    assert [f["what"] for f in missing] == [f"--root {tmp_path / 'gone'}: no such directory"]
     assert "is not a directory" in _doctor(df, cache=tmp_path / "file")["findings"][0]["what"]
+
+
+def test_roots_with_options_and_those_of_the_configuration_file_are_looked_at(df, tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    config = tmp_path / "config.toml"
+    config.write_text(f"[[root]]\npath = '{tmp_path / 'b'}'\n")
+    monkeypatch.setenv("DELTAFIN_CONFIG", str(config))
+    found = _doctor(df, "--root", f"{tmp_path / 'a'},write,budget=1GB", cache=tmp_path / "none")
+    seen = [f["text"].partition(": ")[0] for f in found["facts"] if f["topic"] == "root"]
+    assert seen == [str(tmp_path / name) for name in ("none", "a", "b")] and found["fine"]
+    config.write_text("typo = 1\n")
+    (finding,) = _doctor(df, cache=tmp_path / "none")["findings"]
+    assert finding["topic"] == "config" and "unknown key 'typo'" in finding["what"]
+    assert "unknown key 'typo'" in _line(df("df-plan", "demo", cache=tmp_path / "none"), 2)
+
+
+def test_evict_takes_a_root_with_its_options(df, tmp_path, demo_cache):
+    other = tmp_path / "other"
+    other.mkdir()
+    done = df("df-fetch", "evict", "org/demo", "--to", "1GB", "--root", f"{other},write", cache=demo_cache)
+    assert done.status == 0 and str(other) in done.out, done
 
 
 def test_plain_kernels_are_found(df, tmp_path, monkeypatch):

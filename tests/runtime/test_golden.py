@@ -85,6 +85,9 @@ def test_the_final_norm_is_the_golden_one(computed):
     assert _relative_rms(found, computed.golden["trace_final_norm"]) < computed.trace_error
 
 
+@pytest.mark.parametrize(
+    "computed", ["tiny", "k93", "tiny-torch", pytest.param("k93-torch", marks=pytest.mark.slow)], indirect=True
+)
 def test_four_prompts_continued_side_by_side_give_the_golden_ids(computed):
     model = computed.model
     sequences = [model.sequence() for _ in range(4)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deltafin.errors import BadRequest, NoMemory
-from deltafin.indexer import Blueprint, Catalog, Location, build_catalog, catalog_path, k3_config, k3_ignored
+from deltafin.indexer import Sketch, k3_config, parse_config
 from deltafin.runtime import Segment, Want
 from deltafin.runtime import memory as m
 from deltafin.runtime.native.passes import matrices
@@ -21,14 +21,10 @@ SLOT = 17_547_264 + 4096
 
 
 @pytest.fixture(scope="module")
-def k3(tmp_path_factory):
-    """K3's catalog, from its config alone, and its spine in pieces."""
-    folder = tmp_path_factory.mktemp("k3")
-    blueprint = Blueprint(Location(repo="it/k3", commit="0" * 40), k3_config(), k3_ignored())
-    path = catalog_path(folder, "k3")
-    build_catalog(blueprint, path, "k3")
-    with Catalog(path) as catalog:
-        yield catalog, spine_pieces(catalog, lambda layer: matrices(catalog.config, layer))
+def k3():
+    """What K3's catalog would say of its spine, and that in pieces."""
+    sketch = Sketch(parse_config(k3_config()))
+    return sketch, spine_pieces(sketch, lambda layer: matrices(sketch.config, layer))
 
 
 @pytest.fixture(autouse=True)

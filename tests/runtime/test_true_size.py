@@ -191,6 +191,7 @@ def test_an_mla_layer(config, rng, x, float64):
     assert relative_rms(found, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_dense_layer(config, rng, x, float64):
     tensors = make_spine(config, DENSE_LAYER, rng, "mlp.")
     found = same_bytes_everywhere(lambda: native_mlp(x, native_spine(tensors), "mlp.", config))
