@@ -183,7 +183,9 @@ def _directories(subject: Subject, cache: Path, roots: Sequence[RootSpec]) -> di
 
     if subject.catalog.expert_nbytes < DIRECT_FROM_NBYTES:
         return {}
-    found = {directory.absolute(): True for directory in (cache, *(root.path for root in roots))}
+    found = {cache.absolute(): True}
+    for root in roots:
+        found.setdefault(root.path.absolute(), root.write)
     for folder in subject.store.shard_directories if subject.store is not None else ():
         found.setdefault(folder.path.absolute(), False)
     return found

@@ -30,11 +30,13 @@ _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 def mirror_address(text: str, repo: str, commit: str) -> str:
     """The base address that `text` means, with {repo} and {commit} filled in. BadRequest if it is none."""
-    shown = re.sub(r"//.*@", "//...@", text[:200])[:80]  # never a password
+    shown = re.sub(r"//.*@", "//...@", text[:200])[:80].partition("?")[0]  # never a password or a signature
     known = {"repo": repo, "commit": commit}
     if unknown := [name for name in _PLACEHOLDER.findall(text) if name not in known]:
         raise BadRequest(f"mirror {shown!r}: {{{unknown[0]}}} stands for nothing; use {{repo}} and {{commit}}")
     address = _PLACEHOLDER.sub(lambda m: known[m[1]], text)
+    if re.search(r"[{}]", address):
+        raise BadRequest(f"mirror {shown!r}: a brace stands alone; use {{repo}} and {{commit}}")
     try:
         parts = urllib3.util.parse_url(address)
         usable = parts.scheme in ("http", "https") and parts.host and parts.port != 0

@@ -96,7 +96,8 @@ def read_status(store: Store) -> Status:
     cache = status.roots[0]
     status.cache_dir, status.cache_objects, status.cache_nbytes = cache.path, cache.objects, cache.nbytes
     status.free_nbytes = cache.free_nbytes
-    status.shard_directories = [str(d.path) for d in store.shard_directories]
+    shards = range(len(catalog.shards))
+    status.shard_directories = [str(d.path) for d in store.shard_directories if any(map(d.has, shards))]
     status.packs = pack_status(store)
     status.pinned_experts = len(store.pins.read())
     status.last_verify = read_result(store.roots[0].path)

@@ -175,7 +175,7 @@ def test_a_machine_is_measured_once_and_then_remembered(df, tmp_path, monkeypatc
         assert df("df-plan", cache=cache).status == 0
     assert (calls, probed) == ([None], [(cache, True)])
     for _ in range(2):  # a root that was not there before is measured alone
-        found = df("df-plan", "--root", other, "--json", cache=cache)
+        found = df("df-plan", "--root", f"{other},write", "--json", cache=cache)
         assert [d["path"] for d in found.json["figures"]["drives"]] == [str(cache), str(other)]
     assert (calls, probed) == ([None], [(cache, True), (other, True)])
     assert df("df-plan", "--measure", cache=cache).status == 0
@@ -362,7 +362,9 @@ def test_what_verify_leaves_behind_is_understood(df, tmp_path, demo_cache):
     cache = tmp_path / "cache"
     shutil.copytree(demo_cache, cache)
     assert df("df-fetch", "verify", "demo", "--cache-dir", cache).status == 0
-    assert any(f["topic"] == "verify" and ", full, demo: 0 damaged" in f["text"] for f in _doctor(df, cache=cache)["facts"])
+    assert any(
+        f["topic"] == "verify" and ", full, demo: 0 damaged" in f["text"] for f in _doctor(df, cache=cache)["facts"]
+    )
 
 
 def test_a_root_that_is_not_there_and_one_that_is_a_file_are_found(df, tmp_path):

@@ -316,6 +316,7 @@ def test_an_address_has_repository_and_commit_filled_in(text, address):
         ("http://nas:99999/x", "must be an address like"),
         ("http://na s/x", "must be an address like"),
         ("http://nas/{revision}", "{revision} stands for nothing; use {repo} and {commit}"),
+        ("http://nas/{repo", "a brace stands alone"),
         ("http://nas/x?token=secret", "a plain address is needed"),
         ("http://nas/x#y", "a plain address is needed"),
         ("http://user:password@nas/x", "a plain address is needed"),
@@ -326,6 +327,7 @@ def test_what_is_no_plain_address_is_a_bad_request_that_shows_no_password(text, 
         mirror_address(text, "org/name", COMMIT)
     assert complaint in str(refusal.value)
     assert "password" not in str(refusal.value).replace("user, password", "")
+    assert "secret" not in str(refusal.value)
 
 
 def test_a_path_with_spaces_or_umlauts_works(range_server, tmp_path: Path, quick):
