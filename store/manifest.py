@@ -147,6 +147,9 @@ def write_manifest(manifest: Manifest, path: Path) -> str:
     blob = _compressed(_packed(manifest))
     part = temporary(path.parent, path.name)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(blob)  # a pipe or a device: what is replaced by a file would be lost to all others
+            return hashlib.sha256(blob).hexdigest()
         make_directory(path.parent)
         part.write_bytes(blob)
         publish(part, path)

@@ -27,13 +27,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-from deltafin.store import all_items, open_store
+from deltafin.store import all_items, open_store, rest_items
+from deltafin.store.parallelism import MOST
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = ROOT / "tests" / "faults" / "faulty_range_server.py"
 REPO = "deltafin/killed"
 PROMPT = ("--prompt-ids", "1 2 3 4", "--max-new", "40", "--ids")
-TRANSFERS = 8  # of one process at once
+TRANSFERS = MOST  # of one process at once, at most
 # How the server sends: so slowly that few spans of one round are whole, so fast that some are.
 SLOW = {"bytes": "8192", "every": "0.02"}
 ROUND_LIMIT_S = 60.0
@@ -189,7 +190,7 @@ class Trial:
         with open_store(REPO, cache_dir=self.cache, offline=True, environ=self.environment) as store:
             return {
                 (store.catalog.shards[item.span.shard].name, item.span.offset, item.span.nbytes)
-                for item in all_items(store.catalog)
+                for item in all_items(store.catalog) + rest_items(store.catalog)
                 if store.is_local(item.span)
             }
 
@@ -200,7 +201,7 @@ class Trial:
     def _spans(self) -> dict[Range, int]:
         with open_store(REPO, cache_dir=self.cache, offline=True, environ=self.environment) as store:
             shards = store.catalog.shards
-            spans = [item.span for item in all_items(store.catalog)]
+            spans = [item.span for item in all_items(store.catalog) + rest_items(store.catalog)]
             return {(shards[s.shard].name, s.offset, s.nbytes): s.nbytes for s in spans}
 
     def _start(self, module: str, *words: str) -> "subprocess.Popen[bytes]":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import threading
 import time
 
 import pytest
@@ -184,3 +186,15 @@ def test_what_makes_no_manifest_is_one_line(df, full_tiny, tmp_path):
     file.write_bytes(b"nonsense")
     assert "no manifest, or damaged" in _one_line(df("df-fetch", "manifest", "import", REPO, file))
     assert full_tiny.state.log == []
+
+
+def test_a_manifest_written_to_a_pipe_or_a_device_leaves_it_what_it_is(df, proven, tmp_path):
+    file, pipe = tmp_path / "tiny.manifest", tmp_path / "pipe"
+    df("df-fetch", "manifest", "export", REPO, "-o", file)
+    os.mkfifo(pipe)
+    got = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    assert df("df-fetch", "manifest", "export", REPO, "-o", pipe).status == 0
+    reader.join(timeout=10)
+    assert pipe.is_fifo() and got == [file.read_bytes()]

@@ -474,9 +474,10 @@ def test_an_old_state_and_one_of_another_model_and_rubbish_are_left(tmp_path):
 
 def test_what_the_last_verification_found_is_kept_and_rubbish_is_nothing(tmp_path):
     assert read_result(tmp_path) is None
-    write_result(tmp_path, {"mode": "full", "whole": 3})
+    told = {"model": "test/model", "damaged": [], "sound": True}
+    write_result(tmp_path, {**told, "mode": "full", "whole": 3})
     first = read_result(tmp_path)
-    write_result(tmp_path, {"mode": "quick", "whole": 4})
+    write_result(tmp_path, {**told, "mode": "quick", "whole": 4})
     second = read_result(tmp_path)
     assert (second["mode"], second["whole"], second["last_full"]) == ("quick", 4, first["finished"])
     for text in ("", "[]", "{}", "nonsense", json.dumps({"finished": "yesterday"})):
