@@ -8,7 +8,7 @@ never imports torch.
 """
 
 from deltafin.store.arena import slot_nbytes
-from deltafin.store.bulk import FetchPlan, Take, fetch, free_nbytes, measure_rate, plan_fetch
+from deltafin.store.bulk import FetchPlan, Take, fetch, measure_rate, plan_fetch
 from deltafin.store.check import RootStatus, Status, read_status, removable, remove
 from deltafin.store.config import Limits, RootSpec, parse_nbytes, parse_root, read_config
 from deltafin.store.drive import DEPTH, DEPTHS, DIRECT_FROM_NBYTES
@@ -37,6 +37,7 @@ from deltafin.store.placing import PlacePlan, apply_placement, plan_placement
 from deltafin.store.proof import Prover, Verdict, settle, settle_all
 from deltafin.store.repair import RepairPlan, RepairReport, mend_logs, plan_repair, rebuild_catalog, repair
 from deltafin.store.selection import Item, all_items, expert_items, pair_items, parse_numbers, rest_items, spine_items
+from deltafin.store.space import free_nbytes
 from deltafin.store.spine import (
     HEAD,
     Block,

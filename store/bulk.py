@@ -14,7 +14,6 @@ from deltafin.indexer import RemoteFiles, Span
 from deltafin.store.idle import IDLE_TRANSFERS, Idle
 from deltafin.store.parallelism import MOST, Parallelism
 from deltafin.store.selection import Item
-from deltafin.store.space import free_nbytes as free_nbytes
 from deltafin.store.store import Store
 
 Landed = Callable[[Item], None]

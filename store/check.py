@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.indexer import disk_error
-from deltafin.store.bulk import free_nbytes
 from deltafin.store.objectlog import ObjectEntry
 from deltafin.store.packcheck import PackStatus, pack_status
 from deltafin.store.roots import Root
 from deltafin.store.selection import Item
+from deltafin.store.space import free_nbytes
 from deltafin.store.spantable import SPINE, span_table
 from deltafin.store.store import Store
 from deltafin.store.verifystate import read_result

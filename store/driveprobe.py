@@ -12,9 +12,9 @@ from pathlib import Path
 from deltafin.errors import DeltafinError
 from deltafin.indexer import clear_stale, disk_error, make_directory, temporary
 from deltafin.store.arena import Arena, slot_nbytes
-from deltafin.store.bulk import free_nbytes
 from deltafin.store.drive import DEPTHS, MEASURE_S, SPARE_SLOTS, Drive, Span, measure_depth
 from deltafin.store.iobench import SPAN_NBYTES, expert_objects, file_system, write_test_file
+from deltafin.store.space import free_nbytes
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from deltafin.cext import _io
 from deltafin.errors import BadRequest, Corrupt, NoSpace
 from deltafin.indexer import clear_stale, disk_error, make_directory, temporary
 from deltafin.store.arena import Arena, Slot, slot_nbytes
-from deltafin.store.bulk import free_nbytes
 from deltafin.store.drive import DEPTH, DEPTHS, MEASURE_S, SPARE_SLOTS, Drive, Span, measure_depth, read_spans
 from deltafin.store.roots import Root
+from deltafin.store.space import free_nbytes
 
 log = logging.getLogger(__name__)
 

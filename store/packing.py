@@ -19,7 +19,6 @@ import xxhash
 from deltafin.errors import BadCatalog, Corrupt, Missing, NoSpace
 from deltafin.indexer import Span, SpineGroup, discard, disk_error, make_directory, publish, temporary
 from deltafin.store.arena import own_slot
-from deltafin.store.bulk import free_nbytes
 from deltafin.store.encodings import (
     Bytes,
     Encoded,
@@ -46,6 +45,7 @@ from deltafin.store.packs import (
     pages,
     source_mtime_ns,
 )
+from deltafin.store.space import free_nbytes
 from deltafin.store.store import Store
 
 _LAYERS_AT_ONCE = 3

@@ -37,7 +37,6 @@ from deltafin.indexer import (
     publish,
     temporary,
 )
-from deltafin.store.bulk import free_nbytes
 from deltafin.store.encodings import PackFormat
 from deltafin.store.invented import Invented, Inventor
 from deltafin.store.objectlog import RECORD_NBYTES, ObjectEntry
@@ -46,6 +45,7 @@ from deltafin.store.packing import plan_packs, write_packs
 from deltafin.store.packs import Pack, PackSet
 from deltafin.store.roots import Root
 from deltafin.store.selection import expert_items
+from deltafin.store.space import free_nbytes
 from deltafin.store.store import Store
 
 DISTINCT_EXPERTS = 200
