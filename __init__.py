@@ -8,8 +8,8 @@
         for token in model.generate(seq, ids, max_new=16):
             print(model.tokenizer.decode([token]), end="", flush=True)
 
-`open`, `Model`, `Segment`, `Sequence`, `Observer` and the tokenizer come from `deltafin.runtime` and are
-loaded on first use; the errors are in `deltafin.errors`. docs/api.md describes all of it.
+The names below come from `deltafin.runtime` and are loaded on first use; the errors are in `deltafin.errors`.
+docs/api.md describes all of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,39 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["Model", "Observer", "Segment", "Sequence", "StreamDecoder", "Tokenizer", "__version__", "open"]
+__all__ = [
+    "Checkpoint",
+    "Chosen",
+    "Generation",
+    "Model",
+    "NGram",
+    "Observer",
+    "Runner",
+    "Sampling",
+    "Segment",
+    "Sequence",
+    "StreamDecoder",
+    "Tokenizer",
+    "__version__",
+    "open",
+]
 
 if TYPE_CHECKING:
-    from deltafin.runtime import Model, Observer, Segment, Sequence, StreamDecoder, Tokenizer, open
+    from deltafin.runtime import (
+        Checkpoint,
+        Chosen,
+        Generation,
+        Model,
+        NGram,
+        Observer,
+        Runner,
+        Sampling,
+        Segment,
+        Sequence,
+        StreamDecoder,
+        Tokenizer,
+        open,
+    )
 
 
 def __getattr__(name: str) -> object:

@@ -179,42 +179,62 @@ static void recur_work(void *arg, size_t begin, size_t end, void *scratch)
         a->k->kda_recur(&a->all, i / a->blocks, i % a->blocks * KDA_COLUMNS, scratch);
 }
 
-PyObject *door_kda_recur(FAST_ARGS)
+/* a: out, state, q, k, v, alpha, beta; new_state may be NULL. */
+static int recur(const struct door_array *a, const struct door_array *new_state)
 {
-    static const struct door_spec specs[] = {{"out", 'f', 2, DOOR_OUT}, {"new_state", 'f', 3, DOOR_OUT}, {"state", 'f', 3, 0},
-                                             {"q", 'f', 2, 0},          {"k", 'f', 2, 0},                {"v", 'f', 2, 0},
-                                             {"alpha", 'f', 2, 0},      {"beta", 'f', 2, 0}};
-    struct door_array a[8];
-    (void)module;
-    if (door_count("kda_recur", count, 8) != 0 || door_open(args, specs, a, 8) != 0)
-        return NULL;
-    size_t heads = a[2].shape[0], dim = a[2].shape[1], rows = a[0].shape[0];
-    int rc = door_dim(&a[2], 2, dim) != 0 || door_at_most(&a[2], 1, MOST_HEAD_DIM) != 0 ||
-             door_same_shape(&a[1], &a[2]) != 0 || door_dim(&a[0], 1, heads * dim) != 0;
-    for (int i = 3; rc == 0 && i < 7; i++)
+    size_t heads = a[1].shape[0], dim = a[1].shape[1], rows = a[0].shape[0];
+    int rc = door_dim(&a[1], 2, dim) != 0 || door_at_most(&a[1], 1, MOST_HEAD_DIM) != 0 ||
+             door_dim(&a[0], 1, heads * dim) != 0 || (new_state && door_same_shape(new_state, &a[1]) != 0);
+    for (int i = 2; rc == 0 && i < 6; i++)
         rc = door_same_shape(&a[i], &a[0]);
     if (rc == 0)
-        rc = door_dim(&a[7], 0, rows) != 0 || door_dim(&a[7], 1, heads) != 0;
-    if (rc == 0 && a[2].size) {
-        struct recur job = {
-            .k = kernels()->vector,
-            .all = {.out = a[0].data,
-                    .new_state = a[1].data,
-                    .state = a[2].data,
-                    .q = a[3].data,
-                    .k = a[4].data,
-                    .v = a[5].data,
-                    .alpha = a[6].data,
-                    .beta = a[7].data,
-                    .rows = rows,
-                    .heads = heads,
-                    .dim = dim,
-                    .width = heads * dim},
-            .blocks = parts(dim, KDA_COLUMNS),
-        };
-        rc = door_run(heads * job.blocks, pool_piece(KDA_COLUMNS * (rows + 1), rows < 8 ? 4 : 1), recur_work, &job);
-    }
-    return door_done(a, 8, rc);
+        rc = door_dim(&a[6], 0, rows) != 0 || door_dim(&a[6], 1, heads) != 0;
+    if (rc != 0 || a[1].size == 0)
+        return rc;
+    struct recur job = {
+        .k = kernels()->vector,
+        .all = {.out = a[0].data,
+                .new_state = new_state ? new_state->data : NULL,
+                .state = a[1].data,
+                .q = a[2].data,
+                .k = a[3].data,
+                .v = a[4].data,
+                .alpha = a[5].data,
+                .beta = a[6].data,
+                .rows = rows,
+                .heads = heads,
+                .dim = dim,
+                .width = heads * dim},
+        .blocks = parts(dim, KDA_COLUMNS),
+    };
+    return door_run(heads * job.blocks, pool_piece(KDA_COLUMNS * (rows + 1), rows < 8 ? 4 : 1), recur_work, &job);
+}
+
+#define RECUR_INPUTS                                                                                                              \
+    {"state", 'f', 3, 0}, {"q", 'f', 2, 0}, {"k", 'f', 2, 0}, {"v", 'f', 2, 0}, {"alpha", 'f', 2, 0}, {"beta", 'f', 2, 0}
+
+PyObject *door_kda_read(FAST_ARGS)
+{
+    static const struct door_spec specs[] = {{"out", 'f', 2, DOOR_OUT}, RECUR_INPUTS};
+    struct door_array a[7];
+    (void)module;
+    if (door_count("kda_read", count, 7) != 0 || door_open(args, specs, a, 7) != 0)
+        return NULL;
+    return door_done(a, 7, recur(a, NULL));
+}
+
+PyObject *door_kda_recur(FAST_ARGS)
+{
+    static const struct door_spec specs[] = {{"out", 'f', 2, DOOR_OUT}, RECUR_INPUTS, {"new_state", 'f', 3, DOOR_OUT}};
+    struct door_array a[8];
+    (void)module;
+    if (door_count("kda_recur", count, 8) != 0)
+        return NULL;
+    /* new_state second is how one reads it; last is where what both share leaves it. */
+    PyObject *const order[] = {args[0], args[2], args[3], args[4], args[5], args[6], args[7], args[1]};
+    if (door_open(order, specs, a, 8) != 0)
+        return NULL;
+    return door_done(a, 8, recur(a, &a[7]));
 }
 
 struct output {

@@ -549,6 +549,9 @@ PyMethodDef door_vector_methods[] = {
     {"kda_recur", FAST(door_kda_recur),
      "kda_recur(out[t, w], new_state[h, d, d], state[h, d, d], q[t, w], k[t, w], v[t, w], alpha[t, w], beta[t, h]): t tokens in "
      "order. state stays as it was, so a prefix of the same rows can be replayed. No rows: new_state is a copy."},
+    {"kda_read", FAST(door_kda_read),
+     "kda_read(out[t, w], state[h, d, d], q[t, w], k[t, w], v[t, w], alpha[t, w], beta[t, h]): kda_recur where nobody wants "
+     "the state after the last token: none is written."},
     {"kda_output", FAST(door_kda_output),
      "kda_output(out[t, w], o[t, w], gate[t, w], norm f32[d] or u16[d], eps): norm per head, times sigmoid(gate); out may be "
      "exactly o or gate."},

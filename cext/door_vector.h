@@ -12,6 +12,7 @@
 PyObject *door_kda_prepare(FAST_ARGS);
 PyObject *door_kda_history(FAST_ARGS);
 PyObject *door_kda_gates(FAST_ARGS);
+PyObject *door_kda_read(FAST_ARGS);
 PyObject *door_kda_recur(FAST_ARGS);
 PyObject *door_kda_output(FAST_ARGS);
 PyObject *door_mla_latents(FAST_ARGS);

@@ -152,10 +152,11 @@ static void recur_group(const struct kda_recur *a, size_t head, size_t column, s
 {
     size_t dim = a->dim, at = head * dim * dim + column;
     const float *from = a->state + at;
-    float *to = a->new_state + at;
-    size_t from_stride = dim, to_stride = dim;
+    float *to = a->new_state ? a->new_state + at : s; /* nobody may want the state: then it ends in the copy */
+    size_t from_stride = dim, to_stride = a->new_state ? dim : STATE_WIDTH;
     if (a->rows == 0) {
-        copy_columns(to, dim, from, dim, dim, some);
+        if (a->new_state)
+            copy_columns(to, dim, from, dim, dim, some);
         return;
     }
     if (some < STATE_WIDTH) {
@@ -188,7 +189,7 @@ static void recur_group(const struct kda_recur *a, size_t head, size_t column, s
         for (size_t n = 0; n < STATE_GROUP && n * VEC < some; n++)
             store(a->out + mine + n * VEC, o[n], least(some - n * VEC, VEC));
     }
-    if (some < STATE_WIDTH)
+    if (some < STATE_WIDTH && a->new_state)
         copy_columns(a->new_state + at, dim, s, STATE_WIDTH, dim, some);
 }
 

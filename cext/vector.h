@@ -20,7 +20,7 @@ struct kda_conv {
 
 struct kda_recur {
     float *out;                    /* [rows][width] */
-    float *new_state;              /* [heads][dim key][dim value], apart from state */
+    float *new_state;              /* [heads][dim key][dim value], apart from state; or NULL */
     const float *state;
     const float *q, *k, *v, *alpha; /* [rows][width] */
     const float *beta;             /* [rows][heads] */

@@ -9,26 +9,42 @@ line's). Importing it imports no torch; opening a model does.
 """
 
 from deltafin.runtime.clock import LayerTimes, PassTimes, RunTimes, typical
+from deltafin.runtime.draft import Draft, NGram
+from deltafin.runtime.generation import Finish, Generation, Runner, Step
 from deltafin.runtime.memory import MemoryPlan, Want, default_budget
 from deltafin.runtime.model import Model, load_tokenizer, open
 from deltafin.runtime.observer import Observer, Point, RowSpan
-from deltafin.runtime.segment import Logits, Segment
+from deltafin.runtime.sampling import Chosen, Sampler, Sampling, reserved_ids
+from deltafin.runtime.segment import Checkpoint, Logits, Segment, StateSink
 from deltafin.runtime.sequence import Sequence
 from deltafin.runtime.tokenizer import StreamDecoder, Tokenizer, Utf8Stream
 from deltafin.runtime.trace import Trace, TraceHeader, TraceLine, TraceWriter, expert_uses, read_trace
+from deltafin.runtime.traffic import StateTraffic
 
 __all__ = [
+    "Checkpoint",
+    "Chosen",
+    "Draft",
+    "Finish",
+    "Generation",
     "LayerTimes",
     "Logits",
     "MemoryPlan",
     "Model",
+    "NGram",
     "Observer",
     "PassTimes",
     "Point",
     "RowSpan",
     "RunTimes",
+    "Runner",
+    "Sampler",
+    "Sampling",
     "Segment",
     "Sequence",
+    "StateSink",
+    "StateTraffic",
+    "Step",
     "StreamDecoder",
     "Tokenizer",
     "Trace",
@@ -42,5 +58,6 @@ __all__ = [
     "load_tokenizer",
     "open",
     "read_trace",
+    "reserved_ids",
     "typical",
 ]

@@ -166,6 +166,11 @@ def sequence_nbytes(config: ModelConfig, tokens: int) -> int:
     return 2 * kda_state_nbytes(config) + latents_nbytes(config, tokens)
 
 
+def replay_nbytes(config: ModelConfig) -> int:
+    """What is kept of one row with proposals until they are decided on: KDA's inputs, q, k, v and gates."""
+    return 4 * len(config.kda_layers) * (7 * config.kda_width + config.kda_heads)
+
+
 def row_nbytes(config: ModelConfig) -> int:
     """One row of a pass where most of it is in memory at once."""
     hidden = config.hidden_size

@@ -17,11 +17,22 @@ from deltafin.errors import BadCheckpoint, BadRequest, DeltafinError, NoMemory
 from deltafin.indexer import ModelConfig
 from deltafin.runtime.backend import Backend
 from deltafin.runtime.clock import PassTimes, RunTimes
-from deltafin.runtime.memory import MemoryPlan, Want, kda_state_nbytes, logits_nbytes, sequence_nbytes
+from deltafin.runtime.draft import Draft
+from deltafin.runtime.generation import Generation, Runner
+from deltafin.runtime.memory import (
+    MemoryPlan,
+    Want,
+    kda_state_nbytes,
+    logits_nbytes,
+    replay_nbytes,
+    sequence_nbytes,
+)
 from deltafin.runtime.observer import Observer
-from deltafin.runtime.segment import Logits, Part, Segment, check_segments, cut
+from deltafin.runtime.sampling import Sampling, reserved_ids
+from deltafin.runtime.segment import Logits, Segment, check_segments, cut, part
 from deltafin.runtime.sequence import Commit, Sequence
 from deltafin.runtime.tokenizer import Tokenizer
+from deltafin.runtime.traffic import StateTraffic
 from deltafin.store import PackSet, RootSpec, Store, open_store
 
 Floats = npt.NDArray[np.float32]
@@ -79,6 +90,7 @@ class Model:
         self.config: ModelConfig = store.catalog.config
         self.tokenizer = tokenizer or load_tokenizer(store)
         self.stop_ids = _stop_ids(store, self.config, self.tokenizer)
+        self.reserved_ids = reserved_ids(self.tokenizer)  # never chosen
         self.times = RunTimes()
         self.last_pass: PassTimes | None = None  # of the native backend
         self._backend = _backend(store, device, ram, threads, want, spine, plan)
@@ -108,6 +120,16 @@ class Model:
         return self._backend.plan
 
     @property
+    def most_rows(self) -> int | None:
+        """How many rows a pass may have; None is any number."""
+        return self._backend.most_rows
+
+    @property
+    def state_traffic(self) -> StateTraffic | None:
+        """Bytes of states written and copied so far; None for torch, which does not count them."""
+        return self._backend.traffic
+
+    @property
     def spine_label(self) -> str | None:
         """The encoding of the spine in use, and whether it is as released; None if no pack is in use."""
         packs, layers = self._backend.packs, self.config.num_layers
@@ -134,8 +156,20 @@ class Model:
 
     def sequence(self) -> Sequence:
         """A conversation that has not begun."""
+        return self._sequence(self._backend.new_state(), ())
+
+    def restore(self, ids: abc.Sequence[int], state: object) -> Sequence:
+        """A conversation that has seen `ids`, after which the layers remember `state`, which becomes its own."""
+        return self._sequence(state, ids)
+
+    def fork(self, seq: Sequence) -> Sequence:
+        """A second conversation that begins as `seq` is now; copies its state."""
+        self._check_owner([seq])
+        return self._sequence(self._backend.copied(seq.state), seq.ids)
+
+    def _sequence(self, state: object, ids: abc.Sequence[int]) -> Sequence:
+        seq = Sequence(self._sequences, state, self, self._backend.accept, ids)
         self._sequences += 1
-        seq = Sequence(self._sequences - 1, self._backend.new_state(), self)
         self._live.add(seq)
         return seq
 
@@ -144,45 +178,66 @@ class Model:
         self,
         segments: abc.Sequence[Segment],
         *,
-        logits: Literal["all", "last", "targets"] = "all",
+        logits: Literal["all", "last", "tails", "targets"] = "all",
+        advance: bool = True,
         observer: Observer | None = None,
     ) -> Floats: ...
 
     @overload
     def forward(
-        self, segments: abc.Sequence[Segment], *, logits: Literal["none"], observer: Observer | None = None
+        self,
+        segments: abc.Sequence[Segment],
+        *,
+        logits: Literal["none"],
+        advance: bool = True,
+        observer: Observer | None = None,
     ) -> None: ...
 
     def forward(
-        self, segments: abc.Sequence[Segment], *, logits: Logits = "all", observer: Observer | None = None
+        self,
+        segments: abc.Sequence[Segment],
+        *,
+        logits: Logits = "all",
+        advance: bool = True,
+        observer: Observer | None = None,
     ) -> Floats | None:
         """Feed each segment to its sequence in one pass over the weights, or in several if memory holds fewer rows.
 
         Returns, rows in the order of the segments: "all" logits [rows, vocab]; "last" the logits after each segment
-        [segments, vocab]; "targets" the log-probability of each row's target [rows]; "none" nothing. Either every
-        sequence has advanced when this returns, or it raised and none has, interrupts included.
+        [segments, vocab]; "tails" those of each segment's last `tail` rows [sum of tails, vocab]; "targets" the
+        log-probability of each row's target [rows]; "none" nothing. Either every sequence has advanced when this
+        returns, or it raised and none has, interrupts included. With `advance` False none does: then a state is only
+        there while its layer is computed, and between the passes of a segment that is cut.
         """
         if self._closed:
             raise BadRequest("this model is closed; open it again")
-        check_segments(segments, logits, self.config)
-        if any(segment.seq.owner is not self for segment in segments):
-            raise BadRequest("a sequence belongs to another model; use this model's sequence()")
+        check_segments(segments, logits, self.config, self._backend.most_rows)
+        self._check_owner([segment.seq for segment in segments])
+        if not advance and any(segment.drafted for segment in segments):
+            raise BadRequest("proposals have no effect where no sequence advances; leave them out")
         if not self._passing.acquire(blocking=False):
             raise BadRequest("another pass of this model is under way; passes of one model come one after the other")
         try:
-            self._make_room(segments, logits)
-            values, states = self._passes(segments, logits, observer)
-            commit = Commit()
-            for segment, state in zip(segments, states, strict=True):
-                segment.seq.offer(segment.ids, state, commit)
-            commit.done = True
-            for segment in segments:
-                segment.seq.settle()
+            self._make_room(segments, logits, advance)
+            values, states = self._passes(segments, logits, advance, observer)
+            if advance:
+                commit = Commit()
+                for segment, state in zip(segments, states, strict=True):
+                    segment.seq.offer(segment.ids, state, commit, segment.drafted)
+                commit.done = True
+                for segment in segments:
+                    segment.seq.settle()
         finally:
             self._passing.release()
+        if values is None and logits == "tails":
+            return np.empty((0, self.config.vocab_size), np.float32)
         return values
 
-    def _make_room(self, segments: abc.Sequence[Segment], logits: Logits) -> None:
+    def _check_owner(self, sequences: abc.Iterable[Sequence]) -> None:
+        if any(seq.owner is not self for seq in sequences):
+            raise BadRequest("a sequence belongs to another model; use this model's sequence()")
+
+    def _make_room(self, segments: abc.Sequence[Segment], logits: Logits, advance: bool) -> None:
         """What was not planned for, more sequences or all logits, takes the memory of resident experts.
 
         Raises NoMemory.
@@ -190,15 +245,17 @@ class Model:
         plan = self.memory
         if plan is None:
             return
-        growth = {id(s.seq): len(s) for s in segments}
+        growth = {id(s.seq): len(s) for s in segments} if advance else {}
         lengths = [len(seq) + growth.get(id(seq), 0) for seq in self._live]
         wanted = sum(sequence_nbytes(self.config, tokens) for tokens in lengths if tokens)
+        wanted += replay_nbytes(self.config) * sum(len(s) for s in segments if s.drafted)
         # Between two passes of one forward there is a third state; that of a sequence not begun yet takes nothing.
         parts = Counter(number for pieces in cut(segments, plan.rows) for number, _ in pieces)
-        split = sum(1 for number, count in parts.items() if count > 1 and len(segments[number].seq))
+        split = sum(1 for number, count in parts.items() if count > 1 and (len(segments[number].seq) or not advance))
         wanted += split * kda_state_nbytes(self.config)
-        if logits == "all":  # the result, and that of one pass beside it
-            rows = sum(growth.values())
+        if logits in ("all", "tails"):  # the result, and that of one pass beside it
+            # One row a sequence is in the plan.
+            rows = sum(len(s) if logits == "all" else max(0, s.tail - 1) for s in segments)
             wanted += logits_nbytes(self.config) * (rows + (min(rows, plan.rows) if rows > plan.rows else 0))
         have = plan.sequences + plan.budget - plan.total + self._shed_nbytes
         lacking = wanted - have
@@ -215,23 +272,23 @@ class Model:
         self._shed_nbytes += self.store.shrink(lacking)
 
     def _passes(
-        self, segments: abc.Sequence[Segment], logits: Logits, observer: Observer | None
+        self, segments: abc.Sequence[Segment], logits: Logits, advance: bool, observer: Observer | None
     ) -> tuple[Floats | None, list[object]]:
         """The asked logits, and every segment's state after it; no sequence has changed yet."""
         states: list[object] = [segment.seq.state for segment in segments]
         found: list[Floats] = []
         for pieces in cut(segments, self._backend.most_rows):
-            parts = [_part(segments, number, tokens, states[number]) for number, tokens in pieces]
-            wanted: Logits = "none" if logits == "last" and not any(p.last for p in parts) else logits
+            parts = [part(segments, number, tokens, states[number], logits, advance) for number, tokens in pieces]
+            wanted: Logits = logits if logits == "targets" or any(p.tail for p in parts) else "none"
             values, after = self._backend.run(parts, wanted, observer)
             if observer is not None:
                 observer.finished()
             if values is not None:
                 found.append(values)
-            for part, state in zip(parts, after, strict=True):
+            for (number, tokens), state in zip(pieces, after, strict=True):
                 # The first state of several has the sequence's own memory to write its successor into.
-                first = part.position == len(segments[part.segment].seq) and not part.last
-                states[part.segment] = self._backend.detached(state) if first else state
+                first = tokens.start == 0 and tokens.stop < len(segments[number])
+                states[number] = self._backend.detached(state) if first else state
             if (times := self._backend.times) is not None:
                 self.last_pass = times
                 self.times.add(times)
@@ -243,34 +300,28 @@ class Model:
         ids: abc.Sequence[int],
         *,
         max_new: int,
+        sampling: Sampling | None = None,
+        draft: Draft | None = None,
         stop_ids: abc.Collection[int] | None = None,
         observer: Observer | None = None,
     ) -> abc.Iterator[int]:
-        """Continue `seq` after `ids` greedily, yielding each id as soon as it is known; equal logits: the lowest id.
+        """Continue `seq` after `ids`, greedily unless `sampling` says otherwise, yielding ids as they are known.
 
-        `ids` are one pass, then each new id is one. Ends after `max_new` ids or with the first of `stop_ids`, which is
-        still yielded; the default is the model's own, `()` is none. The last id yielded has not been fed: `seq` then
-        holds everything before it, and a caller who goes on starts the next `ids` with it.
+        `ids` are one pass, then each new id is one, or several are if `draft` proposed them; it changes no id. Ends
+        after `max_new` ids or with the first of `stop_ids`, which is still yielded; the default is the model's own,
+        `()` is none. The last id has not been fed: `seq` then holds everything before it, and a caller who goes on
+        starts the next `ids` with it.
         """
-        if max_new < 1:
-            raise BadRequest(f"max_new is {max_new}; expected at least 1")
-        given = len(seq) + len(ids)
-        if given + max_new - 1 > self.config.max_positions:
-            raise BadRequest(
-                f"{given} tokens and {max_new} new ones exceed the model's {self.config.max_positions} positions"
-            )
-        return self._generate(seq, ids, max_new, self.stop_ids if stop_ids is None else frozenset(stop_ids), observer)
+        return self._generate(
+            Generation(seq, ids, max_new=max_new, sampling=sampling, draft=draft, stop_ids=stop_ids), observer
+        )
 
-    def _generate(
-        self, seq: Sequence, ids: abc.Sequence[int], max_new: int, stop_ids: frozenset[int], observer: Observer | None
-    ) -> abc.Iterator[int]:
-        for _ in range(max_new):
-            logits = self.forward([Segment(seq, ids)], logits="last", observer=observer)  # [1, vocab]
-            token = int(logits[0].argmax())  # the first of equals
-            yield token
-            if token in stop_ids:
-                return
-            ids = [token]
+    def _generate(self, generation: Generation, observer: Observer | None) -> abc.Iterator[int]:
+        runner = Runner(self)
+        runner.add(generation)
+        while runner.active:
+            for step in runner.step(observer):
+                yield from [chosen.token for chosen in step.new]
 
 
 def _joined(found: list[Floats]) -> Floats | None:
@@ -284,19 +335,6 @@ def _joined(found: list[Floats]) -> Floats | None:
         out[at - len(values) : at] = values
         at -= len(values)
     return out
-
-
-def _part(segments: abc.Sequence[Segment], number: int, tokens: slice, state: object) -> Part:
-    segment = segments[number]
-    return Part(
-        segment=number,
-        sequence=segment.seq.number,
-        position=len(segment.seq) + tokens.start,
-        ids=segment.ids[tokens],
-        targets=None if segment.targets is None else segment.targets[tokens],
-        state=state,
-        last=tokens.stop == len(segment),
-    )
 
 
 def _backend(

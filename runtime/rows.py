@@ -19,7 +19,10 @@ class Rows:
         self.observed = [RowSpan(p.sequence, p.position, len(p)) for p in parts]
         self.ids = [token for part in parts for token in part.ids]
         self._segments = [p.segment for p in parts]
-        self.last = [span.stop - 1 for span, part in zip(self.spans, parts, strict=True) if part.last]
+        # the rows whose logits are wanted
+        self.tails = [
+            row for span, p in zip(self.spans, parts, strict=True) for row in range(span.stop - p.tail, span.stop)
+        ]
 
     def name(self, row: int) -> str:
         """A row as an error shows it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 
+from deltafin.errors import BadRequest
+
 
 class Commit:
     """Whether one pass has happened. All its sequences look here, so one assignment commits them together."""
@@ -20,6 +22,7 @@ class _Version:
     length: int
     state: object
     commit: Commit
+    drafted: int = 0  # ids beyond `length` that were proposals; `state` is then what decides between them
 
 
 class Sequence:
@@ -29,14 +32,24 @@ class Sequence:
     leaves it exactly as it was. One thread at a time.
     """
 
-    def __init__(self, number: int, state: object, owner: object) -> None:
+    def __init__(
+        self,
+        number: int,
+        state: object,
+        owner: object,
+        accept: abc.Callable[[object, int], object],
+        ids: abc.Sequence[int] = (),
+    ) -> None:
+        """`accept` makes a state of one that a pass with proposals left, and how many of them count."""
         self.number = number  # counts a model's sequences from 0; traces name it
         self.owner = owner  # the model whose backend understands `state`
-        self._ids: list[int] = []  # those beyond the committed length belong to a pass that failed
-        self._committed = _Version(0, state, Commit(done=True))
+        self._accept = accept
+        self._ids: list[int] = list(ids)  # those beyond the committed length belong to a pass that failed
+        self._committed = _Version(len(self._ids), state, Commit(done=True))
         self._offered: _Version | None = None
 
     def __len__(self) -> int:
+        """Tokens fed so far; of proposals only those that were accepted."""
         return self._version.length
 
     @property
@@ -46,15 +59,34 @@ class Sequence:
 
     @property
     def state(self) -> object:
-        """The backend's own; nobody else looks inside."""
+        """The backend's own; nobody else looks inside. Proposals that nobody accepted are rejected by asking."""
+        if self._version.drafted:
+            self.accept(0)
         return self._version.state
 
-    def offer(self, ids: abc.Sequence[int], state: object, commit: Commit) -> None:
-        """What the sequence will be once `commit` is done; until then it stays what it is."""
+    def accept(self, count: int) -> None:
+        """Keep the first `count` proposals of the last pass as fed, and forget the others.
+
+        Neither copies a state: it is computed from the one before the pass, into memory of its own.
+        """
+        now = self._version
+        if not 0 <= count <= now.drafted:
+            raise BadRequest(f"{count} proposals cannot be accepted; the last pass left {now.drafted} to decide on")
+        if not now.drafted:
+            return
+        state = self._accept(now.state, count)
+        self._committed = _Version(now.length + count, state, Commit(done=True))
+        self._offered = None
+
+    def offer(self, ids: abc.Sequence[int], state: object, commit: Commit, drafted: int = 0) -> None:
+        """What the sequence will be once `commit` is done; until then it stays what it is.
+
+        Of `ids` the last `drafted` are proposals to decide on.
+        """
         # Kept as the version to fall back to: an interrupt may have come before the last pass was settled.
         self._committed = committed = self._version
         self._ids[committed.length :] = ids
-        self._offered = _Version(committed.length + len(ids), state, commit)
+        self._offered = _Version(committed.length + len(ids) - drafted, state, commit, drafted)
 
     def settle(self) -> None:
         """Let go of the state before the last pass, or of the one that a failed pass offered."""

@@ -15,17 +15,20 @@ from deltafin.indexer import ModelConfig, expert_layout
 from deltafin.runtime.clock import LayerTimes, PassTimes
 from deltafin.runtime.memory import MemoryPlan
 from deltafin.runtime.native import head, kda, mla, moe
-from deltafin.runtime.native.kda import KdaState
-from deltafin.runtime.native.mla import Latents
+from deltafin.runtime.native.kda import KdaDecision, KdaState
+from deltafin.runtime.native.mla import Latents, MlaDecision
 from deltafin.runtime.native.products import MLP_MATRICES, Floats, Spine, mlp
 from deltafin.runtime.native.residual import Residual
 from deltafin.runtime.observer import Observer, Point
 from deltafin.runtime.rows import Rows
 from deltafin.runtime.segment import Logits, Part
+from deltafin.runtime.traffic import StateTraffic
 from deltafin.store import HEAD, LayerPieces, PackSet, SpineReader, SpineWalk, Store
 
 # One sequence's memory, layer by layer.
 State = tuple[KdaState | Latents, ...]
+# What a pass leaves of it in one layer: with proposals, what decides on them; nothing if nobody keeps it.
+Left = KdaState | KdaDecision | Latents | MlaDecision | None
 
 
 def matrices(config: ModelConfig, layer: int) -> tuple[str, ...]:
@@ -52,6 +55,8 @@ class Native:
         self.packs: PackSet | None = packs
         self.times: PassTimes | None = None
         self.most_rows: int | None = plan.rows
+        self.traffic = StateTraffic()
+        self._beginning = KdaState.empty(self.config)
         store.reserve(plan.slots, plan.resident_experts)
         self.spine = SpineReader(
             layers, store.submit_piece, store.stats, resident=plan.resident, ring_nbytes=plan.ring_nbytes
@@ -59,11 +64,21 @@ class Native:
 
     def new_state(self) -> object:
         layers = range(self.config.num_layers)
-        return tuple(KdaState.empty(self.config) if self.config.is_kda(n) else Latents() for n in layers)
+        return tuple(self._beginning if self.config.is_kda(n) else Latents() for n in layers)
 
     def detached(self, state: object) -> object:
         assert isinstance(state, tuple)
         return tuple(s.detached() if isinstance(s, KdaState) else s for s in state)
+
+    def accept(self, state: object, count: int) -> object:
+        assert isinstance(state, Decision)
+        return state.accept(count, self.traffic)
+
+    def copied(self, state: object) -> object:
+        assert isinstance(state, tuple)
+        copies = tuple(s if isinstance(s, KdaState) and s.shared else s.copied() for s in state)
+        self.traffic.copied_nbytes += sum(c.nbytes for c, s in zip(copies, state, strict=True) if c is not s)
+        return copies
 
     def run(
         self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None
@@ -83,6 +98,25 @@ class Native:
         self.spine.close()
 
 
+class Decision:
+    """A sequence's state before the last pass, with what that pass left to compute the one after any proposal."""
+
+    def __init__(self, part: Part, layers: tuple[Left, ...]) -> None:
+        self._sure = len(part) - part.drafted
+        self._layers = layers
+
+    def accept(self, count: int, traffic: StateTraffic) -> State:
+        rows = self._sure + count
+        return tuple(_decided(layer, rows, traffic) for layer in self._layers)
+
+
+def _decided(layer: Left, rows: int, traffic: StateTraffic) -> KdaState | Latents:
+    if isinstance(layer, KdaDecision):
+        return layer.accept(rows, traffic)
+    assert isinstance(layer, MlaDecision)
+    return layer.accept(rows)
+
+
 class _Pass:
     """What the layers of one pass share."""
 
@@ -94,6 +128,7 @@ class _Pass:
         self.observer = observer
         self.walk = walk
         self.rows = Rows(parts)
+        self.traffic = model.traffic
         self.times = PassTimes(self.rows.count)
 
     def run(self, logits: Logits) -> tuple[Floats | None, list[object]]:
@@ -102,16 +137,15 @@ class _Pass:
         _math.widen_bf16(embedding, bits)
         residual = Residual(embedding, self.config.rms_norm_eps)
         before = [_state(part) for part in self.parts]
-        after: list[list[KdaState | Latents]] = [[] for _ in self.parts]
+        after: list[list[Left]] = [[] for _ in self.parts]
         for layer in range(self.config.num_layers):
             states = self._layer(layer, residual, [state[layer] for state in before])
             for part_states, state in zip(after, states, strict=True):
                 part_states.append(state)
-        return self._logits(residual, logits), [tuple(states) for states in after]
+        values = self._logits(residual, logits)
+        return values, [_left(part, tuple(layers)) for part, layers in zip(self.parts, after, strict=True)]
 
-    def _layer(
-        self, layer: int, residual: Residual, states: list[KdaState | Latents]
-    ) -> abc.Sequence[KdaState | Latents]:
+    def _layer(self, layer: int, residual: Residual, states: list[KdaState | Latents]) -> abc.Sequence[Left]:
         """One layer's step of the residual; returns what it will remember of each part."""
         if self.observer is not None:
             self.observer.layer(layer, self.config.num_layers)
@@ -147,12 +181,12 @@ class _Pass:
 
     def _attention(
         self, layer: int, x: Floats, states: list[KdaState | Latents], spine: Spine
-    ) -> tuple[Floats, abc.Sequence[KdaState | Latents]]:
+    ) -> tuple[Floats, abc.Sequence[Left]]:
         if self.config.is_kda(layer):
             memories = [s for s in states if isinstance(s, KdaState)]
-            return kda.kda(x, self.rows.spans, memories, spine, self.config, layer)
+            return kda.kda(x, self.parts, self.rows.spans, memories, spine, self.config, layer, self.traffic)
         caches = [s for s in states if isinstance(s, Latents)]
-        return mla.mla(x, self.rows.spans, caches, spine, self.config)
+        return mla.mla(x, self.parts, self.rows.spans, caches, spine, self.config, layer, self.traffic)
 
     def _moe(self, layer: int, x: Floats, spine: Spine, times: LayerTimes) -> Floats:
         routes, bad = moe.route(x, spine, self.config)
@@ -178,7 +212,7 @@ class _Pass:
         self._check(y, "final norm")
         if logits == "none":
             return None
-        rows = self.rows.last if logits == "last" else list(range(self.rows.count))
+        rows = list(range(self.rows.count)) if logits == "targets" else self.rows.tails
         if logits == "targets":
             targets = np.array([token for p in self.parts for token in p.targets or ()], np.int64)
             values = head.target_log_probs(y, layer.blocks(HEAD), targets)
@@ -218,6 +252,12 @@ class _Lap:
         busy_s = now - self._at - wait_s
         self._at, self._waited = now, waited
         return busy_s, wait_s
+
+
+def _left(part: Part, layers: tuple[Left, ...]) -> object:
+    if part.drafted:
+        return Decision(part, layers)
+    return layers if part.keep else None
 
 
 def _state(part: Part) -> State:

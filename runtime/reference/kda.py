@@ -35,10 +35,29 @@ class KdaState:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class KdaRows:
+    """What the recurrence reads of some rows, from which any prefix of them can be replayed."""
+
+    qkv: Tensor  # [rows, 3 * width], before the convolution
+    q: Tensor  # [rows, heads, dim], like k and v
+    k: Tensor
+    v: Tensor
+    decay: Tensor  # [rows, heads, dim]
+    beta: Tensor  # [rows, heads]
+
+    def advance(self, state: KdaState, count: int) -> tuple[Tensor, KdaState]:
+        """What the first `count` rows read [count, heads, dim], and the state after them."""
+        memory = state.memory.clone()  # [heads, key, value]
+        q, k, v, decay, beta = (t[:count] for t in (self.q, self.k, self.v, self.decay, self.beta))
+        read = recur(memory, q, k, v, decay, beta)
+        return read, KdaState(shifted(state.history, self.qkv[:count]), memory)
+
+
 def kda(
     x: Tensor, spans: list[slice], states: list[KdaState], spine: Spine, config: ModelConfig, layer: int
-) -> tuple[Tensor, list[KdaState]]:
-    """Attention's output [rows, hidden] and each segment's state after its rows; `spans` are the segments' rows."""
+) -> tuple[Tensor, list[KdaState], list[KdaRows]]:
+    """Attention's output [rows, hidden], each segment's state after its rows, and the rows; `spans` are theirs."""
     heads, dim = config.kda_heads, config.kda_head_dim
     qkv = torch.cat([spine.linear(f"self_attn.{n}_proj.weight", x) for n in "qkv"], dim=1)  # [rows, 3 * width]
     taps = torch.cat([spine[f"self_attn.{n}_conv1d.weight"] for n in "qkv"]).squeeze(1)  # [3 * width, kernel]
@@ -50,17 +69,18 @@ def kda(
 
     read = x.new_empty(x.shape[0], heads, dim)
     after: list[KdaState] = []
+    replays: list[KdaRows] = []
     for span, state in zip(spans, states, strict=True):
-        mixed, history = causal_conv(qkv[span], state.history, taps)
+        mixed = causal_conv(qkv[span], state.history, taps)
         q, k, v = F.silu(mixed).view(-1, 3, heads, dim).unbind(1)  # each [rows, heads, dim]
-        memory = state.memory.clone()  # [heads, key, value]
-        q = l2_norm(q) * dim**-0.5
-        read[span] = recur(memory, q, l2_norm(k), v, decay[span], beta[span])
-        after.append(KdaState(history, memory))
+        rows = KdaRows(qkv[span], l2_norm(q) * dim**-0.5, l2_norm(k), v, decay[span], beta[span])
+        read[span], state_after = rows.advance(state, span.stop - span.start)
+        after.append(state_after)
+        replays.append(rows)
 
     out = rms_norm(read, spine["self_attn.o_norm.weight"], config.rms_norm_eps).flatten(1)  # [rows, width]
     out = out * torch.sigmoid(spine.linear("self_attn.g_proj.weight", x))
-    return spine.linear("self_attn.o_proj.weight", out), after
+    return spine.linear("self_attn.o_proj.weight", out), after, replays
 
 
 def per_head(stored: Tensor, heads: int, layer: int) -> Tensor:
@@ -80,14 +100,19 @@ def log_decay(z: Tensor, rate: Tensor, lower_bound: float) -> Tensor:
     return lower_bound * torch.sigmoid(rate[:, None] * z)
 
 
-def causal_conv(x: Tensor, history: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
-    """Each channel's last `kernel` inputs weighted by its taps, the newest by the last; and the new history."""
+def causal_conv(x: Tensor, history: Tensor, taps: Tensor) -> Tensor:
+    """Each channel's last `kernel` inputs weighted by its taps, the newest by the last."""
     rows, kernel = x.shape[0], taps.shape[1]
     padded = torch.cat([history, x])  # [kernel - 1 + rows, channels]
     y = taps[:, 0] * padded[:rows]
     for j in range(1, kernel):
         y += taps[:, j] * padded[j : j + rows]
-    return y, padded[rows:].clone()
+    return y
+
+
+def shifted(history: Tensor, x: Tensor) -> Tensor:
+    """The history after these rows."""
+    return torch.cat([history, x])[x.shape[0] :].clone()
 
 
 def recur(memory: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

@@ -43,6 +43,13 @@ class Latents:
             length += some.shape[0]
         return Latents(tuple(blocks), length)
 
+    def shortened(self, length: int) -> Latents:
+        """Only the first `length` rows; the next to be added take the others' place."""
+        return Latents(self.blocks[: -(-length // KEY_BLOCK)], length)
+
+    def copied(self) -> Latents:
+        return Latents(tuple(block.clone() for block in self.blocks), self.length)
+
 
 def mla(
     x: Tensor, spans: list[slice], states: list[Latents], spine: Spine, config: ModelConfig

@@ -21,7 +21,7 @@ from deltafin.runtime.clock import PassTimes
 from deltafin.runtime.memory import MemoryPlan
 from deltafin.runtime.observer import Observer, Point
 from deltafin.runtime.reference import head, moe
-from deltafin.runtime.reference.kda import KdaState, kda
+from deltafin.runtime.reference.kda import KdaRows, KdaState, kda
 from deltafin.runtime.reference.mla import Latents, mla
 from deltafin.runtime.reference.mlp import mlp
 from deltafin.runtime.reference.norm import rms_norm
@@ -30,6 +30,7 @@ from deltafin.runtime.reference.residual import Residual
 from deltafin.runtime.reference.spine import Spine, widen
 from deltafin.runtime.rows import Rows
 from deltafin.runtime.segment import Logits, Part
+from deltafin.runtime.traffic import StateTraffic
 from deltafin.store import PackSet, Store
 
 # One sequence's memory, layer by layer.
@@ -67,11 +68,24 @@ class Reference:
         return None
 
     @property
+    def traffic(self) -> StateTraffic | None:
+        return None
+
+    @property
     def most_rows(self) -> int | None:
         return None
 
     def detached(self, state: object) -> object:
         return state  # every pass writes into memory of its own
+
+    def accept(self, state: object, count: int) -> object:
+        assert isinstance(state, Decision)
+        return state.accept(count)
+
+    def copied(self, state: object) -> object:
+        """KDA's states are never written again, but a cache is added to, in blocks that two must not share."""
+        assert isinstance(state, tuple)
+        return tuple(s.copied() if isinstance(s, Latents) else s for s in state)
 
     def close(self) -> None:
         """Nothing is kept."""
@@ -79,8 +93,33 @@ class Reference:
     def run(
         self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None
     ) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
+        if any(part.checkpoint is not None for part in parts):
+            raise BadRequest("checkpoints have no effect with torch: states are saved by the native kernels only")
         with full_precision(self.device):
             return _Pass(self, parts, observer).run(logits)
+
+
+class Decision:
+    """A sequence's state before the last pass, and its rows, from which the state after any proposal is computed."""
+
+    def __init__(self, part: Part, after: State, rows: list[KdaRows | None]) -> None:
+        self._sure = len(part) - part.drafted
+        self._before, self._after, self._rows = _state(part), after, rows
+
+    def accept(self, count: int) -> State:
+        return tuple(
+            self._layer(*layer, self._sure + count) for layer in zip(self._before, self._after, self._rows, strict=True)
+        )
+
+    @staticmethod
+    def _layer(
+        before: KdaState | Latents, after: KdaState | Latents, rows: KdaRows | None, count: int
+    ) -> KdaState | Latents:
+        if isinstance(before, KdaState):
+            assert rows is not None
+            return rows.advance(before, count)[1]
+        assert isinstance(after, Latents)
+        return after.shortened(before.length + count)
 
 
 class _Pass:
@@ -101,16 +140,25 @@ class _Pass:
         residual = Residual(widen(self.store.embedding(self.rows.ids), self.device), self.config.rms_norm_eps)
         before = [_state(part) for part in self.parts]
         after: list[list[KdaState | Latents]] = [[] for _ in self.parts]
+        rows: list[list[KdaRows | None]] = [[] for _ in self.parts]
         for layer in range(self.config.num_layers):
-            states = self._layer(layer, residual, [state[layer] for state in before])
-            for part_states, state in zip(after, states, strict=True):
-                part_states.append(state)
-        return self._logits(residual, logits), [tuple(states) for states in after]
+            states, replays = self._layer(layer, residual, [state[layer] for state in before])
+            for number, part in enumerate(self.parts):
+                if part.keep:
+                    after[number].append(states[number])
+                if part.drafted:
+                    rows[number].append(replays[number])
+        values = self._logits(residual, logits)
+        left: list[object] = []
+        for part, its_states, its_rows in zip(self.parts, after, rows, strict=True):
+            state = tuple(its_states) if part.keep else None
+            left.append(Decision(part, state, its_rows) if part.drafted and state is not None else state)
+        return values, left
 
     def _layer(
         self, layer: int, residual: Residual, states: list[KdaState | Latents]
-    ) -> abc.Sequence[KdaState | Latents]:
-        """One layer's step of the residual; returns what it will remember of each segment."""
+    ) -> tuple[abc.Sequence[KdaState | Latents], abc.Sequence[KdaRows | None]]:
+        """One layer's step of the residual; returns what it will remember of each part, and KDA's rows."""
         if self.observer is not None:
             self.observer.layer(layer, self.config.num_layers)
         eps = self.config.rms_norm_eps
@@ -121,7 +169,7 @@ class _Pass:
             residual.close_block()  # after mixing: a boundary layer still reads the sum it closes
         x = rms_norm(mixed, spine["input_layernorm.weight"], eps)  # [rows, hidden]
         self._show(layer, "attn_in", x)
-        out, after = self._attention(layer, x, states, spine)
+        out, after, replays = self._attention(layer, x, states, spine)
         self._show(layer, "attn_out", out)
         residual.add(out)
 
@@ -133,16 +181,17 @@ class _Pass:
         running = residual.add(out)
         self._show(layer, "layer_out", running)
         self._check(running, f"layer {layer}")
-        return after
+        return after, replays
 
     def _attention(
         self, layer: int, x: Tensor, states: list[KdaState | Latents], spine: Spine
-    ) -> tuple[Tensor, abc.Sequence[KdaState | Latents]]:
+    ) -> tuple[Tensor, abc.Sequence[KdaState | Latents], abc.Sequence[KdaRows | None]]:
         if self.config.is_kda(layer):
             memories = [s for s in states if isinstance(s, KdaState)]
             return kda(x, self.rows.spans, memories, spine, self.config, layer)
         caches = [s for s in states if isinstance(s, Latents)]
-        return mla(x, self.rows.spans, caches, spine, self.config)
+        out, after = mla(x, self.rows.spans, caches, spine, self.config)
+        return out, after, [None] * len(after)
 
     def _moe(self, layer: int, x: Tensor, spine: Spine) -> Tensor:
         scores = spine.linear("block_sparse_moe.gate.weight", x)  # [rows, experts]
@@ -163,7 +212,7 @@ class _Pass:
         self._check(y, "final norm")
         if logits == "none":
             return None
-        rows = self.rows.last if logits == "last" else list(range(self.rows.count))
+        rows = list(range(self.rows.count)) if logits == "targets" else self.rows.tails
         with closing(self.store.head()) as tiles:
             if logits == "targets":
                 targets = [token for part in self.parts for token in part.targets or ()]

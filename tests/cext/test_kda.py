@@ -72,6 +72,10 @@ class Layer:
 def recur(state, q, k, v, alpha, beta):
     out, new = empty(*q.shape), empty(*state.shape)
     _math.kda_recur(out, new, state, q, k, v, alpha, beta)
+    read, before = empty(*q.shape), state.copy()
+    _math.kda_read(read, state, q, k, v, alpha, beta)  # the same without a trace
+    assert read.tobytes() == out.tobytes()
+    assert state.tobytes() == before.tobytes()
     return [out, new]
 
 
@@ -289,6 +293,7 @@ def good_calls():
         "kda_history": [f(3, 24), layer.history, *layer.inputs],
         "kda_gates": [f(3, 8), f(3, 2), layer.z, layer.b, layer.a_log, layer.dt_bias, -5.0],
         "kda_recur": [f(3, 8), f(2, 4, 4), layer.state, f(3, 8), f(3, 8), f(3, 8), f(3, 8), f(3, 2)],
+        "kda_read": [f(3, 8), layer.state, f(3, 8), f(3, 8), f(3, 8), f(3, 8), f(3, 2)],
         "kda_output": [f(3, 8), f(3, 8), f(3, 8), layer.norm, 1e-5],
     }
 

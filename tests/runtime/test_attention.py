@@ -38,8 +38,8 @@ def test_the_convolution_remembers_across_a_cut(kernel, cut):
     x = torch.randn(7, 5, generator=generator)
     taps = torch.randn(5, kernel, generator=generator)
     history = torch.zeros(kernel - 1, 5)
-    first, between = kda.causal_conv(x[:cut], history, taps)
-    second, after = kda.causal_conv(x[cut:], between, taps)
+    first, between = kda.causal_conv(x[:cut], history, taps), kda.shifted(history, x[:cut])
+    second, after = kda.causal_conv(x[cut:], between, taps), kda.shifted(between, x[cut:])
     padded = np.concatenate([np.zeros((kernel - 1, 5)), x.numpy()])
     expected = [(padded[t : t + kernel].T * taps.numpy()).sum(1) for t in range(7)]
     assert np.allclose(torch.cat([first, second]).numpy(), expected, atol=1e-6)

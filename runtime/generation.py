@@ -1,0 +1,218 @@
+"""Answers under way: what each is fed next, and the tokens that come of it, any number of answers to a pass.
+
+The tokens of an answer depend on its prompt, its `Sampling` and the model, and on nothing else: not on the answers
+that ride along, on how its prompt was cut, or on what a draft proposed.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from deltafin.errors import BadRequest
+from deltafin.runtime.draft import Draft
+from deltafin.runtime.observer import Observer
+from deltafin.runtime.sampling import Chosen, Sampler, Sampling
+from deltafin.runtime.segment import Checkpoint, Segment
+from deltafin.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from deltafin.runtime.model import Model
+
+Floats = npt.NDArray[np.float32]
+
+DEPTH = 4  # proposals a pass verifies at most, unless asked otherwise
+
+# Why an answer ended: with a stop token or because `ends` said so, or with its last permitted token.
+Finish = Literal["stop", "length"]
+
+
+class Generation:
+    """One answer. `chosen` grows with every step of its `Runner`, until `finish` says why it is over.
+
+    The last chosen token is never fed: `seq` then holds everything before it, and whoever goes on begins with it.
+    After a step that failed, or was interrupted, the next one goes on where this one stood.
+    """
+
+    def __init__(
+        self,
+        seq: Sequence,
+        ids: abc.Sequence[int],
+        *,
+        max_new: int,
+        sampling: Sampling | None = None,
+        stop_ids: abc.Collection[int] | None = None,
+        draft: Draft | None = None,
+        depth: int = DEPTH,
+        ends: abc.Callable[[Chosen], bool] | None = None,
+        so_far: abc.Sequence[Chosen] = (),
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Continue `seq` after `ids`, at least one. Raises BadRequest if the model has not as many positions.
+
+        `ends` is asked about every token in order, stop tokens excepted; True makes it the last one. `so_far` are
+        tokens of the same answer from an earlier life: they count, and are fed with the prompt instead of drawn.
+        `checkpoint` counts from the first of `ids`.
+        """
+        model: Model = seq.owner  # type: ignore[assignment]
+        if max_new < 1:
+            raise BadRequest(f"max_new is {max_new}; expected at least 1")
+        if not ids:
+            raise BadRequest("the prompt is empty; a model needs at least one token to continue")
+        given = len(seq) + len(ids)
+        if given + max_new - 1 > model.config.max_positions:
+            raise BadRequest(
+                f"{given} tokens and {max_new} new ones exceed the model's {model.config.max_positions} positions"
+            )
+        if depth < 1:
+            raise BadRequest(f"the depth of drafts is {depth}; expected at least 1")
+        self.seq = seq
+        self.ids = tuple(ids)
+        self.max_new = max_new
+        self.chosen: list[Chosen] = []
+        self.finish: Finish | None = None
+        self.draft, self.depth = draft, depth
+        self._sampler = Sampler(
+            sampling or Sampling(), vocab_size=model.config.vocab_size, forbidden=model.reserved_ids
+        )
+        self._stop_ids = model.stop_ids if stop_ids is None else frozenset(stop_ids)
+        self._ends = ends
+        self._checkpoint = checkpoint
+        self._before = seq.ids if draft is not None else []  # what a draft sees besides the tokens of this answer
+        self._start = len(seq)
+        self._tokens = list(ids)  # the prompt, and every chosen token
+        for chosen in so_far:
+            if self.finish is None:
+                self._add(chosen)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self._sampler.sampling
+
+    @property
+    def tokens(self) -> list[int]:
+        """The chosen ids."""
+        return [c.token for c in self.chosen]
+
+    @property
+    def waiting(self) -> int:
+        """How many tokens are to be fed before the next one can be chosen: one, but for prompts."""
+        return len(self._tokens) - (len(self.seq) - self._start)
+
+    def segment(self, room: int | None, most_drafted: int) -> Segment:
+        """What the next pass is to compute of this answer: at most `room` rows, at least one.
+
+        Proposals, at most `most_drafted`, only come where nothing else is waiting.
+        """
+        at = len(self.seq) - self._start
+        waiting = self._tokens[at:]
+        if room is not None and len(waiting) > room:
+            return Segment(self.seq, waiting[:room], tail=0, checkpoint=self._mark(at, room))
+        left = self.max_new - len(self.chosen) - 1
+        most = min(most_drafted, self.depth, left, len(waiting) if room is None else room - len(waiting))
+        drafted: abc.Sequence[int] = ()
+        if self.draft is not None and most > 0 and len(waiting) == 1:
+            drafted = self._proposals(most)
+        ids = [*waiting, *drafted]
+        return Segment(self.seq, ids, tail=1 + len(drafted), drafted=len(drafted), checkpoint=self._mark(at, len(ids)))
+
+    def take(self, segment: Segment, logits: Floats) -> list[Chosen]:
+        """The tokens that come of a pass, given `logits` [tail, vocab] of its segment; none if the prompt goes on."""
+        drafted = segment.ids[len(segment) - segment.drafted :]
+        new: list[Chosen] = []
+        for row, values in enumerate(logits):
+            position = self._start + len(self._tokens)
+            self._add(self._sampler.choose(values, position))
+            new.append(self.chosen[-1])
+            if self.finish is not None or row == len(drafted) or new[-1].token != drafted[row]:
+                break
+        if segment.drafted:
+            self.seq.accept(len(new) - 1)
+        return new
+
+    def _add(self, chosen: Chosen) -> None:
+        self.chosen.append(chosen)
+        self._tokens.append(chosen.token)
+        if chosen.token in self._stop_ids or (self._ends is not None and self._ends(chosen)):
+            self.finish = "stop"
+        elif len(self.chosen) >= self.max_new:
+            self.finish = "length"
+
+    def _proposals(self, most: int) -> abc.Sequence[int]:
+        assert self.draft is not None
+        vocab_size = self._sampler.vocab_size
+        self._before += self._tokens[len(self._before) - self._start :]
+        found = list(self.draft.propose(self._before, most))[:most]
+        # A draft may propose what it likes; what is no token at all only ends its proposal.
+        return found[: next((n for n, token in enumerate(found) if not 0 <= token < vocab_size), len(found))]
+
+    def _mark(self, at: int, count: int) -> Checkpoint | None:
+        """The checkpoint if it lies in the next `count` tokens; once only, since its sink takes a state once."""
+        mark = self._checkpoint
+        if mark is None or mark.at > at + count:
+            return None
+        self._checkpoint = None
+        return Checkpoint(mark.at - at, mark.sink) if mark.at > at else None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step brought an answer."""
+
+    generation: Generation
+    new: list[Chosen]
+    drafted: int = 0  # proposals that were verified
+    accepted: int = 0  # of these
+
+
+class Runner:
+    """The answers of one model that ride together: one step is one pass for all of them.
+
+    A step holds a row of every answer, proposals for it, and as much of waiting prompts as there are rows left, so
+    that a long prompt does not hold up the others. Answers join and leave between steps.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.active: list[Generation] = []
+
+    def add(self, generation: Generation) -> None:
+        assert generation.seq.owner is self.model
+        if generation.finish is None:
+            self.active.append(generation)
+
+    def remove(self, generation: Generation) -> None:
+        """Between steps; its sequence stays what it is."""
+        self.active.remove(generation)
+
+    def step(self, observer: Observer | None = None) -> list[Step]:
+        """One pass; what came of it for each answer that was in it. Those that are finished have left."""
+        segments = self._segments()
+        if not segments:
+            return []
+        logits = self.model.forward([s for _, s in segments], logits="tails", observer=observer)
+        steps, at = [], 0
+        for generation, segment in segments:
+            new = generation.take(segment, logits[at : at + segment.tail])
+            steps.append(Step(generation, new, segment.drafted, max(0, len(new) - 1)))
+            at += segment.tail
+        self.active = [g for g in self.active if g.finish is None]
+        return steps
+
+    def _segments(self) -> list[tuple[Generation, Segment]]:
+        # Short ones first: a row each is what keeps answers going.
+        waiting = sorted(self.active, key=lambda g: min(g.waiting, 2))
+        room, segments = self.model.most_rows, []
+        for number, generation in enumerate(waiting):
+            if generation.waiting > 1 and room == 0:
+                break
+            others = sum(1 for g in waiting[number + 1 :] if g.waiting == 1)  # whose row is not taken by proposals
+            free = None if room is None else max(1, room - others)
+            segment = generation.segment(free, generation.depth)
+            segments.append((generation, segment))
+            room = None if room is None else max(0, room - len(segment))
+        return segments
