@@ -106,6 +106,11 @@ class MirroredFiles(RemoteFiles):
         for mirror in self._mirrors:
             mirror.files.stop()
 
+    def resume(self) -> None:
+        super().resume()
+        for mirror in self._mirrors:
+            mirror.files.resume()
+
     def close(self) -> None:
         super().close()
         for mirror in self._mirrors:

@@ -120,6 +120,10 @@ class RemoteFiles:
         """Ends waits and transfers of all threads soon; they raise NetworkError."""
         self._transfers.stop()
 
+    def resume(self) -> None:
+        """Transfers may begin again. Those that were stopped may still be on their way out; they end as failed ones."""
+        self._transfers.resume()
+
     def close(self) -> None:
         self._transfers.close()
 

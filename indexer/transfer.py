@@ -60,6 +60,10 @@ class Transfers:
             with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
                 response.raw.shutdown()
 
+    def resume(self) -> None:
+        """Bodies may be read again."""
+        self.stopped.clear()
+
     def close(self) -> None:
         self.stop()
         with self._lock:

@@ -10,22 +10,27 @@ line's). Importing it imports no torch; opening a model does.
 
 from deltafin.runtime.clock import LayerTimes, PassTimes, RunTimes, typical
 from deltafin.runtime.draft import Draft, NGram
-from deltafin.runtime.generation import Finish, Generation, Runner, Step
+from deltafin.runtime.gate import Gate, GateSummary
+from deltafin.runtime.generation import DEPTH, Finish, Generation, Runner, Step
 from deltafin.runtime.memory import MemoryPlan, Want, default_budget
 from deltafin.runtime.model import Model, load_tokenizer, open
 from deltafin.runtime.observer import Observer, Point, RowSpan
 from deltafin.runtime.sampling import Chosen, Sampler, Sampling, reserved_ids
 from deltafin.runtime.segment import Checkpoint, Logits, Segment, StateSink
 from deltafin.runtime.sequence import Sequence
+from deltafin.runtime.stopping import StopStrings
 from deltafin.runtime.tokenizer import StreamDecoder, Tokenizer, Utf8Stream
 from deltafin.runtime.trace import Trace, TraceHeader, TraceLine, TraceWriter, expert_uses, read_trace
 from deltafin.runtime.traffic import StateTraffic
 
 __all__ = [
+    "DEPTH",
     "Checkpoint",
     "Chosen",
     "Draft",
     "Finish",
+    "Gate",
+    "GateSummary",
     "Generation",
     "LayerTimes",
     "Logits",
@@ -45,6 +50,7 @@ __all__ = [
     "StateSink",
     "StateTraffic",
     "Step",
+    "StopStrings",
     "StreamDecoder",
     "Tokenizer",
     "Trace",

@@ -6,6 +6,7 @@ that ride along, on how its prompt was cut, or on what a draft proposed.
 
 from __future__ import annotations
 
+import logging
 from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -13,15 +14,19 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from deltafin.errors import BadRequest
+from deltafin.errors import BadRequest, NoMemory
 from deltafin.runtime.draft import Draft
-from deltafin.runtime.observer import Observer
+from deltafin.runtime.drafted import DraftedExperts
+from deltafin.runtime.gate import Drafted, Gate
+from deltafin.runtime.observer import Observer, Observers
 from deltafin.runtime.sampling import Chosen, Sampler, Sampling
 from deltafin.runtime.segment import Checkpoint, Segment
 from deltafin.runtime.sequence import Sequence
 
 if TYPE_CHECKING:
     from deltafin.runtime.model import Model
+
+log = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 
@@ -68,8 +73,8 @@ class Generation:
             raise BadRequest(
                 f"{given} tokens and {max_new} new ones exceed the model's {model.config.max_positions} positions"
             )
-        if depth < 1:
-            raise BadRequest(f"the depth of drafts is {depth}; expected at least 1")
+        if depth < 0:
+            raise BadRequest(f"the depth of drafts is {depth}; expected 0 (none) or more")
         self.seq = seq
         self.ids = tuple(ids)
         self.max_new = max_new
@@ -97,6 +102,11 @@ class Generation:
     def tokens(self) -> list[int]:
         """The chosen ids."""
         return [c.token for c in self.chosen]
+
+    @property
+    def pending(self) -> list[int]:
+        """The tokens that are not fed yet: the rest of the prompt, or the last chosen one."""
+        return self._tokens[len(self.seq) - self._start :]
 
     @property
     def waiting(self) -> int:
@@ -176,9 +186,12 @@ class Runner:
     that a long prompt does not hold up the others. Answers join and leave between steps.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, gate: Gate | None = None) -> None:
+        """`gate` decides how many proposals pay; without one there are as many as each answer's depth."""
         self.model = model
+        self.gate = gate
         self.active: list[Generation] = []
+        self._drafts_fit = True  # into memory
 
     def add(self, generation: Generation) -> None:
         assert generation.seq.owner is self.model
@@ -194,25 +207,62 @@ class Runner:
         segments = self._segments()
         if not segments:
             return []
-        logits = self.model.forward([s for _, s in segments], logits="tails", observer=observer)
+        experts = DraftedExperts({g.seq.number: len(g.seq) + len(s) - s.drafted for g, s in segments if s.drafted})
+        try:
+            logits = self._forward(segments, experts, observer)
+        except NoMemory as e:
+            if not any(segment.drafted for _, segment in segments):
+                raise
+            log.warning("%s; going on without proposals", e)
+            self._drafts_fit = False
+            segments = self._segments()
+            logits = self._forward(segments, experts, observer)
         steps, at = [], 0
         for generation, segment in segments:
             new = generation.take(segment, logits[at : at + segment.tail])
             steps.append(Step(generation, new, segment.drafted, max(0, len(new) - 1)))
             at += segment.tail
         self.active = [g for g in self.active if g.finish is None]
+        self._tell_gate(steps, segments, experts)
         return steps
+
+    def _forward(
+        self, segments: list[tuple[Generation, Segment]], experts: DraftedExperts, observer: Observer | None
+    ) -> Floats:
+        if self.gate is not None and any(segment.drafted for _, segment in segments):
+            observer = experts if observer is None else Observers(experts, observer)
+        return self.model.forward([s for _, s in segments], logits="tails", observer=observer)
+
+    def _tell_gate(
+        self, steps: list[Step], segments: list[tuple[Generation, Segment]], experts: DraftedExperts
+    ) -> None:
+        if self.gate is None or self.model.last_pass is None:
+            return
+        drafts = [
+            Drafted(step.drafted, step.accepted, experts.added(step.generation.seq.number))
+            for step in steps
+            if step.drafted
+        ]
+        answers = sum(1 for _, segment in segments if len(segment) - segment.drafted == 1 and segment.tail)
+        self.gate.saw(drafts, self.model.last_pass, answers)
 
     def _segments(self) -> list[tuple[Generation, Segment]]:
         # Short ones first: a row each is what keeps answers going.
         waiting = sorted(self.active, key=lambda g: min(g.waiting, 2))
-        room, segments = self.model.most_rows, []
+        room, segments, depth = self.model.most_rows, [], self._depth()
         for number, generation in enumerate(waiting):
             if generation.waiting > 1 and room == 0:
                 break
             others = sum(1 for g in waiting[number + 1 :] if g.waiting == 1)  # whose row is not taken by proposals
             free = None if room is None else max(1, room - others)
-            segment = generation.segment(free, generation.depth)
+            segment = generation.segment(free, depth)
             segments.append((generation, segment))
             room = None if room is None else max(0, room - len(segment))
         return segments
+
+    def _depth(self) -> int:
+        """Most proposals for an answer in the next pass."""
+        asked = max((g.depth for g in self.active if g.draft is not None), default=0)
+        if not self._drafts_fit or asked == 0:
+            return 0
+        return asked if self.gate is None else self.gate.depth(asked)

@@ -46,11 +46,13 @@ class Want:
     rows: int = ROWS  # of the longest pass
     tokens: int = TOKENS  # in all sequences together
     sequences: int = 1
+    drafts: int = 0  # rows of proposals for each sequence in a pass
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise BadRequest(f"want.{name} is {value}; expected at least 1")
+            least = 0 if name == "drafts" else 1
+            if value < least:
+                raise BadRequest(f"want.{name} is {value}; expected at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def _fixed_nbytes(config: ModelConfig, want: Want, threads: int) -> int:
         + OVERHEAD_NBYTES
         + (threads << 20)  # scratch of the kernels
         + absorbed
-        + 2 * logits_nbytes(config) * want.sequences
+        + 2 * logits_nbytes(config) * want.sequences * (1 + want.drafts)
     )
 
 
@@ -228,6 +230,8 @@ class _Needs:
         self.row, self.slot = row_nbytes(config), slot_nbytes(catalog.expert_nbytes)
         self.state = kda_state_nbytes(config)
         self.sequences = want.sequences * 2 * self.state + latents_nbytes(config, want.tokens)
+        if want.drafts:
+            self.sequences += want.sequences * (1 + want.drafts) * replay_nbytes(config)
         self.spine = _Spine(layers)
 
     @property
@@ -248,6 +252,9 @@ def plan_memory(budget: int, catalog: Planned, layers: Sequence[LayerPieces], wa
     """Spends `budget` bytes on the spine's `layers`, experts and rows. Raises BadRequest if it is too small."""
     config = catalog.config
     needs = _Needs(catalog, layers, want, threads)
+    if want.drafts and budget < needs.least:  # proposals only save time
+        want = replace(want, drafts=0)
+        needs = _Needs(catalog, layers, want, threads)
     needs.check(budget)
     slot, row, spine = needs.slot, needs.row, needs.spine
     rows, free = 1, budget - needs.least

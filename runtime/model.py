@@ -162,6 +162,10 @@ class Model:
         """A conversation that has seen `ids`, after which the layers remember `state`, which becomes its own."""
         return self._sequence(state, ids)
 
+    def make_room(self, tokens: int) -> None:
+        """Memory for one sequence more, of so many tokens; that of resident experts if need be. Raises NoMemory."""
+        self._make_room([], "none", True, tokens)
+
     def fork(self, seq: Sequence) -> Sequence:
         """A second conversation that begins as `seq` is now; copies its state."""
         self._check_owner([seq])
@@ -237,7 +241,7 @@ class Model:
         if any(seq.owner is not self for seq in sequences):
             raise BadRequest("a sequence belongs to another model; use this model's sequence()")
 
-    def _make_room(self, segments: abc.Sequence[Segment], logits: Logits, advance: bool) -> None:
+    def _make_room(self, segments: abc.Sequence[Segment], logits: Logits, advance: bool, restored: int = 0) -> None:
         """What was not planned for, more sequences or all logits, takes the memory of resident experts.
 
         Raises NoMemory.
@@ -246,7 +250,7 @@ class Model:
         if plan is None:
             return
         growth = {id(s.seq): len(s) for s in segments} if advance else {}
-        lengths = [len(seq) + growth.get(id(seq), 0) for seq in self._live]
+        lengths = [len(seq) + growth.get(id(seq), 0) for seq in self._live] + [restored] * (restored > 0)
         wanted = sum(sequence_nbytes(self.config, tokens) for tokens in lengths if tokens)
         wanted += replay_nbytes(self.config) * sum(len(s) for s in segments if s.drafted)
         # Between two passes of one forward there is a third state; that of a sequence not begun yet takes nothing.

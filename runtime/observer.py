@@ -49,6 +49,35 @@ class Observer:
         """Everything of the pass is computed; its sequences are committed next. Not called if the pass failed."""
 
 
+class Observers(Observer):
+    """Several at once, each shown everything in turn."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+        self.wants_hidden = any(observer.wants_hidden for observer in observers)
+
+    def rows(self, spans: abc.Sequence[RowSpan]) -> None:
+        for observer in self._observers:
+            observer.rows(spans)
+
+    def layer(self, layer: int, num_layers: int) -> None:
+        for observer in self._observers:
+            observer.layer(layer, num_layers)
+
+    def routes(self, layer: int, ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]) -> None:
+        for observer in self._observers:
+            observer.routes(layer, ids.copy(), weights.copy())  # each may keep and change its own
+
+    def hidden(self, layer: int, point: Point, values: npt.NDArray[np.float32]) -> None:
+        for observer in self._observers:
+            if observer.wants_hidden:
+                observer.hidden(layer, point, values.copy())
+
+    def finished(self) -> None:
+        for observer in self._observers:
+            observer.finished()
+
+
 class LayerProgress(Observer):
     """Counts the layers that have begun, over all passes."""
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import operator
 from collections import abc
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from deltafin.errors import BadRequest
 from deltafin.indexer import ModelConfig
 from deltafin.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from deltafin.runtime.native.kda import KdaState
+    from deltafin.runtime.native.mla import Latents
 
 # Which logits a forward returns: every row's, each segment's last row's, those of its last `tail` rows, none, or
 # log-probabilities of given ids.
@@ -19,8 +23,8 @@ Logits = Literal["all", "last", "tails", "none", "targets"]
 class StateSink(Protocol):
     """Takes a sequence's state out of a pass, layer by layer."""
 
-    def layer(self, layer: int, state: object) -> None:
-        """One layer's state, as the backend has it; layers come once each, ascending, in the thread of the pass.
+    def layer(self, layer: int, state: KdaState | Latents) -> None:
+        """One layer's state; layers come once each, ascending, in the thread of the pass.
 
         Arrays may be read during the call only. An exception fails the pass.
         """

@@ -90,10 +90,15 @@ class Fetcher:
         return self._remote.pause_left_s if self._remote is not None else 0.0
 
     def stop(self) -> None:
-        """Ends transfers of all threads soon; only closing makes sense after."""
+        """Ends transfers of all threads soon; then close it, or `resume`."""
         self._stopping.set()
         if self._remote is not None:
             self._remote.stop()
+
+    def resume(self) -> None:
+        self._stopping.clear()
+        if self._remote is not None:
+            self._remote.resume()
 
     def close(self) -> None:
         self.stop()

@@ -102,8 +102,12 @@ class Store:
                 root.sync()
 
     def interrupt(self) -> None:
-        """Ends transfers of all threads soon, for a command that was interrupted; only closing makes sense after."""
+        """Ends transfers of all threads soon, for a command that was interrupted; then close it, or `resume`."""
         self._fetcher.stop()
+
+    def resume(self) -> None:
+        """Lets transfers begin again after an interruption that ended something smaller than the command."""
+        self._fetcher.resume()
 
     @property
     def remote(self) -> RemoteFiles | None:

@@ -296,7 +296,7 @@ def test_torch_decides_on_proposals_too(tiny_torch):
     [
         ({"max_new": 0}, "max_new is 0"),
         ({"max_new": 10**9}, "exceed the model's"),
-        ({"depth": 0}, "depth of drafts is 0"),
+        ({"depth": -1}, "depth of drafts is -1"),
         ({"ids": []}, "the prompt is empty"),
     ],
 )
