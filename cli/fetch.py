@@ -295,6 +295,8 @@ def fetch_status(
         click.echo(
             f"  packs    {packs.format}{note}: {packs.layers} of {s.layers} layers, {human_nbytes(packs.nbytes)}"
         )
+    if s.states:
+        click.echo(f"  states   {s.states:,} kept, {human_nbytes(s.states_nbytes)}")
     click.echo(f"  verified {last_verify_line(s.last_verify)}")
 
 
@@ -304,6 +306,9 @@ def fetch_status(
 @_experts
 @click.option("--spine", is_flag=True, help="The spine too; alone, only the spine.")
 @click.option("--packs", "pack_format", type=click.Choice(["bf16", "bf12", "int8"]), help="Only the packs so encoded.")
+@click.option(
+    "--states", is_flag=True, help="Only saved states: what conversations go on from without computing again."
+)
 @click.option("--all", "everything", is_flag=True, help="Everything of MODEL.")
 @options(revision_option, cache_option, yes_option, verbose_option)
 def fetch_rm(
@@ -312,12 +317,13 @@ def fetch_rm(
     experts: str | None,
     spine: bool,
     pack_format: str | None,
+    states: bool,
     everything: bool,
     revision: str | None,
     cache_dir: Path | None,
     yes: bool,
 ) -> None:
-    """Remove fetched objects and packs of MODEL from the cache. Original shards are never touched.
+    """Remove fetched objects, packs and saved states of MODEL from the cache. Original shards are never touched.
 
     Example: df-fetch rm demo --layers 3 --experts 0-7
     """
@@ -325,21 +331,25 @@ def fetch_rm(
     from deltafin.store import (
         PackFormat,
         all_items,
+        model_states,
         removable,
         removable_packs,
         remove,
         remove_packs,
+        remove_states,
         rest_items,
         spine_items,
     )
 
     chosen = layers is not None or experts is not None
-    if not (chosen or spine or everything or pack_format):
-        raise BadRequest("say what to remove: --layers, --experts, --spine, --packs or --all")
-    if everything and (chosen or spine or pack_format):
+    if not (chosen or spine or everything or pack_format or states):
+        raise BadRequest("say what to remove: --layers, --experts, --spine, --packs, --states or --all")
+    if everything and (chosen or spine or pack_format or states):
         raise BadRequest("--all leaves nothing to choose: give it alone")
-    if pack_format and (chosen or spine):
+    if pack_format and (chosen or spine or states):
         raise BadRequest("--packs removes all packs of one format: give it alone")
+    if states and (chosen or spine):
+        raise BadRequest("--states removes all saved states: give it alone")
     with opened_store(model, cache_dir=cache_dir, roots=(), offline=True, revision=revision) as store:
         catalog = store.catalog
         if everything:
@@ -351,15 +361,21 @@ def fetch_rm(
         formats = list(PackFormat) if everything else [PackFormat(pack_format)] if pack_format else []
         doomed = removable(store, items)
         packs = [pack for format in formats for pack in removable_packs(store, format)]
+        kept = model_states(store) if states or everything else []
         nbytes, packs_nbytes = sum(entry.nbytes for _, entry in doomed), sum(nbytes for _, nbytes in packs)
+        states_nbytes = sum(file.nbytes for file in kept)
         parts = [f"{len(doomed)} objects, {human_nbytes(nbytes)}"] if items else []
-        if packs or not items:
+        if packs or pack_format:
             parts.append(f"{len(packs)} packs, {human_nbytes(packs_nbytes)}")
-        if nbytes + packs_nbytes > ASK_ABOVE_NBYTES and not yes:
+        if kept or states:
+            parts.append(f"{len(kept)} states, {human_nbytes(states_nbytes)}")
+        if nbytes + packs_nbytes + states_nbytes > ASK_ABOVE_NBYTES and not yes:
             ask(f"{model}: {', '.join(parts)}, will be removed")
         remove(store, items)
         for format in formats:
             remove_packs(store, format)
+        if states or everything:
+            remove_states(store)
         click.echo(f"removed {', '.join(parts)}")
 
 

@@ -62,14 +62,14 @@ def read_small(path: Path, most_nbytes: int) -> bytes:
     return data
 
 
-def make_directory(directory: Path) -> None:
-    """Makes a directory and its parents; each new entry survives a power cut."""
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """Makes a directory and its parents, of a `mode` like mkdir(2)'s; each new entry survives a power cut."""
     made = []
     while not directory.is_dir():
         made.append(directory)
         directory = directory.parent
     for new in reversed(made):
-        new.mkdir(exist_ok=True)
+        new.mkdir(mode, exist_ok=True)
         sync_directory(new.parent)
 
 

@@ -50,6 +50,17 @@ from deltafin.store.spine import (
     spine_pieces,
 )
 from deltafin.store.standin import Standin, make_standin, standin_packs
+from deltafin.store.states import (
+    StateFile,
+    Weights,
+    model_states,
+    refuse_links,
+    remove_states,
+    state_files,
+    state_folder,
+    states_in,
+    weights_of,
+)
 from deltafin.store.stats import SOURCES, StoreStats
 from deltafin.store.store import Store
 from deltafin.store.tuning import raw_rate, tune
@@ -94,6 +105,7 @@ __all__ = [
     "SpineReader",
     "SpineWalk",
     "Standin",
+    "StateFile",
     "Status",
     "Store",
     "StoreStats",
@@ -101,6 +113,7 @@ __all__ = [
     "Uses",
     "Verdict",
     "VerifyReport",
+    "Weights",
     "all_items",
     "apply_placement",
     "asked_roots",
@@ -122,6 +135,7 @@ __all__ = [
     "make_standin",
     "measure_rate",
     "mend_logs",
+    "model_states",
     "nbytes_to_verify",
     "open_catalog",
     "open_packs",
@@ -145,10 +159,12 @@ __all__ = [
     "read_result",
     "read_status",
     "rebuild_catalog",
+    "refuse_links",
     "removable",
     "removable_packs",
     "remove",
     "remove_packs",
+    "remove_states",
     "repair",
     "rest_items",
     "settle",
@@ -157,8 +173,12 @@ __all__ = [
     "spine_items",
     "spine_pieces",
     "standin_packs",
+    "state_files",
+    "state_folder",
+    "states_in",
     "tune",
     "verify",
+    "weights_of",
     "write_manifest",
     "write_packs",
     "write_result",

@@ -17,6 +17,7 @@ from deltafin.store.roots import Root
 from deltafin.store.selection import Item
 from deltafin.store.space import free_nbytes
 from deltafin.store.spantable import SPINE, span_table
+from deltafin.store.states import model_states
 from deltafin.store.store import Store
 from deltafin.store.verifystate import read_result
 
@@ -64,6 +65,8 @@ class Status:
     shard_directories: list[str] = field(default_factory=list)
     packs: list[PackStatus] = field(default_factory=list)
     pinned_experts: int = 0
+    states: int = 0  # kept beginnings of texts, in the cache
+    states_nbytes: int = 0
     last_verify: dict[str, object] | None = None  # verify.json
 
     def as_json(self) -> dict[str, object]:
@@ -100,6 +103,8 @@ def read_status(store: Store) -> Status:
     status.shard_directories = [str(d.path) for d in store.shard_directories if any(map(d.has, shards))]
     status.packs = pack_status(store)
     status.pinned_experts = len(store.pins.read())
+    states = model_states(store)
+    status.states, status.states_nbytes = len(states), sum(file.nbytes for file in states)
     status.last_verify = read_result(store.roots[0].path)
     return status
 

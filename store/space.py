@@ -47,6 +47,11 @@ class Space:
         with self._lock:
             return max(0, self._room())
 
+    @property
+    def left_on_disk(self) -> int:
+        """Bytes free on its disk beyond the reserve, whatever the budget says; at least 0."""
+        return max(0, self._left_on_disk())
+
     def take(self, nbytes: int) -> bool:
         """Promises room for a write, if there is enough. `wrote` or `give_back` follows.
 

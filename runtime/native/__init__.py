@@ -8,4 +8,7 @@ nor on how much of the model is in memory.
 from deltafin.runtime.native.opening import open_native
 from deltafin.runtime.native.passes import Native
 
-__all__ = ["Native", "open_native"]
+# The version of the arithmetic: it changes with any bit of any result, so that no saved state outlives a change.
+ARITHMETIC = 1
+
+__all__ = ["ARITHMETIC", "Native", "open_native"]

@@ -287,7 +287,7 @@ def test_status_says_how_much_is_here_and_asks_nobody(df, indexed, tmp_path):
     assert (root["path"], root["objects"], root["budget"]) == (str(tmp_path / "cache"), 28, None)
     assert root["nbytes"] == 2_273_248 + 16 * EXPERT
     assert root["writable"] and 0 < root["room"] <= root["free_nbytes"]
-    assert status.pop("pinned_experts") == 0
+    assert (status.pop("pinned_experts"), status.pop("states"), status.pop("states_nbytes")) == (0, 0, 0)
     assert status == {
         "model": REPO,
         "identity": f"{REPO}@{'a' * 12}",

@@ -245,6 +245,8 @@ def test_status_of_a_full_cache_says_all_of_it(full):
             }
         ],
         "pinned_experts": 0,
+        "states": 0,
+        "states_nbytes": 0,
         "last_verify": None,
         "shard_directories": [],
         "packs": [],
