@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import logging
 import signal
@@ -104,6 +106,20 @@ def options(*options: Callable[[Command], Command]) -> Callable[[Command], Comma
         for option in reversed(options):
             command = option(command)
         return command
+
+    return apply
+
+
+def gathered(name: str, kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Hands a command the options that are fields of a dataclass as one argument `name`."""
+
+    def apply(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def gathering(**values: object) -> None:
+            some = {f.name: values.pop(f.name) for f in dataclasses.fields(kind)}
+            command(**values, **{name: kind(**some)})
+
+        return gathering
 
     return apply
 

@@ -1,22 +1,19 @@
-"""df-run: continue a prompt with a model."""
+"""df-run: continue a prompt with a model, or hold a conversation with it."""
 
 from __future__ import annotations
 
 import io
 import logging
 import os
-import re
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from deltafin import __version__
+from deltafin.cli.chat_options import ChatOptions, chat_options, refuse_chat_options
+from deltafin.cli.choosing import ChoosingOptions, check_for, choose, choosing_options
 from deltafin.cli.options import (
     cache_option,
     fetch_with_consent,
@@ -25,7 +22,6 @@ from deltafin.cli.options import (
     offline_option,
     opened_store,
     options,
-    print_json,
     ram_option,
     revision_option,
     root_option,
@@ -34,27 +30,39 @@ from deltafin.cli.options import (
     verbose_option,
     yes_option,
 )
-from deltafin.errors import BadRequest, DeltafinError, NotFound
+from deltafin.cli.prompts import prompt_text
+from deltafin.cli.run_settings import RunSettings, StateOptions, state_options
+from deltafin.cli.run_text import TextJob
+from deltafin.errors import BadRequest, DeltafinError
 
 if TYPE_CHECKING:
-    from deltafin.runtime import Model, RunTimes, Tokenizer
-    from deltafin.runtime.planner import Outcome as PlanOutcome
+    from deltafin.cli.chat import ChatJob
+    from deltafin.runtime import Model
 
 log = logging.getLogger(__name__)
+
+MAX_NEW, CHAT_MAX_NEW = 128, 4096
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="df-run")
 @click.argument("model")
 @click.argument("stdin", required=False, metavar="[-]")
-@click.option("--prompt", metavar="TEXT", help="The text to continue.")
+@click.option("--prompt", metavar="TEXT", help="The text to continue, or the question of a chat.")
 @click.option(
     "--prompt-file", type=click.Path(path_type=Path), metavar="F", help="Read the prompt from a file; - is stdin."
 )
 @click.option("--prompt-ids", metavar="IDS", help="The prompt as token ids, separated by spaces or commas.")
 @click.option(
-    "--max-new", type=click.IntRange(min=1), default=128, show_default=True, metavar="N", help="Most new tokens."
+    "--max-new",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Most new tokens (default: {MAX_NEW}; of an answer in a chat {CHAT_MAX_NEW}).",
 )
+@choosing_options
+@click.option("--chat", is_flag=True, help="Answer in the model's chat format; without a prompt, converse.")
+@chat_options
+@state_options
 @click.option("--ids", "as_ids", is_flag=True, help="Print token ids in place of text.")
 @click.option("--stats", is_flag=True, help="Print times and bytes by source to stderr at the end.")
 @click.option(
@@ -77,7 +85,11 @@ def run(
     prompt: str | None,
     prompt_file: Path | None,
     prompt_ids: str | None,
-    max_new: int,
+    max_new: int | None,
+    choosing: ChoosingOptions,
+    chat: bool,
+    talk: ChatOptions,
+    states: StateOptions,
     as_ids: bool,
     stats: bool,
     trace: Path | None,
@@ -93,21 +105,36 @@ def run(
     offline: bool,
     yes: bool,
 ) -> None:
-    """Continue a prompt with MODEL, greedily, until it ends its text or --max-new tokens are there.
+    """Continue a prompt with MODEL until it ends its text or --max-new tokens are there; with --chat, answer it.
 
     What is missing of MODEL is indexed and fetched first: the spine at once, experts as the router asks
-    for them. A last argument of - reads the prompt from stdin.
+    for them. A last argument of - reads the prompt from stdin. `df-run batch` and `df-run score` do many at once.
 
     Example: df-run demo --prompt "The capital of France is"
+
+    Example: df-run demo --chat --effort low --prompt "What is the capital of Japan?"
     """
     # torch's idle threads would spin. With the cores shared by another program that made a token of the
     # demo 10 times slower (1.1 s in place of 0.15 s); with the cores to itself it costs nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # a model writes what it likes, whatever the locale has letters for
-    text = _prompt_text(stdin, prompt, prompt_file, prompt_ids)
+    given = [prompt is not None, prompt_file is not None, prompt_ids is not None, stdin is not None]
+    if sum(given) > 1 or not (any(given) or chat or states.load_state):
+        raise BadRequest("give the prompt once: --prompt TEXT, --prompt-file F, --prompt-ids IDS or - for stdin")
     if as_json and as_ids:
         raise BadRequest("--ids has no effect with --json, which always has both")
+    how = choose(choosing, as_json=as_json, traced=trace is not None)
+    new = max_new or (CHAT_MAX_NEW if chat else MAX_NEW)
+    settings = RunSettings(states, max_new=new, as_json=as_json, stats=stats, trace=trace)
+    job: TextJob | ChatJob
+    if chat:
+        from deltafin.cli.chat import ChatJob
+
+        job = ChatJob(settings, talk, prompt_text(stdin, prompt, prompt_file), prompt_ids=prompt_ids, as_ids=as_ids)
+    else:
+        refuse_chat_options(talk, states)
+        job = TextJob(settings, prompt_text(stdin, prompt, prompt_file), prompt_ids, as_ids=as_ids)
     with opened_store(
         model, cache_dir=cache_dir, roots=roots, offline=offline, revision=revision, mirrors=mirrors
     ) as store:
@@ -115,64 +142,22 @@ def run(
         from deltafin.runtime import Model, Want, load_tokenizer  # reading the options comes first: this imports much
 
         tokenizer = load_tokenizer(store)
-        ids = _token_ids(tokenizer, text, prompt_ids)
+        how = how.beside(store)
+        rows = job.read(tokenizer)
         # More tokens than the model has positions are refused later, by what they are and not by what they would take.
-        want = Want(rows=len(ids), tokens=min(len(ids) + max_new, store.catalog.config.max_positions))
+        tokens = min(rows + new, store.catalog.config.max_positions)
+        want = Want(rows=max(rows, 1 + how.depth), tokens=tokens, drafts=how.depth) if device == "cpu" else None
         with Model(
             store, device=device, ram=ram, threads=threads, want=want, spine=spine, tokenizer=tokenizer
         ) as engine:
             if not engine.as_released:
                 click.echo(f"df-run: spine {engine.spine_label}", err=True)
-            printer = _Printer(engine, as_ids or engine.tokenizer is None, quiet=as_json)
-            _fetch_ahead(engine, len(ids) + max_new, yes=yes)
+            check_for(how, engine)
+            _fetch_ahead(engine, rows + new, yes=yes)
             try:
-                outcome = _generate(engine, ids, max_new, trace, printer)
+                job.run(engine, how)
             finally:
                 _keep_heat(engine)
-            plan = _compare(engine, len(ids), outcome)
-            if as_json:
-                print_json({**_as_json(engine, ids, outcome), "plan": None if plan is None else asdict(plan)})
-            if stats:
-                _print_stats(engine, len(ids), outcome, plan)
-
-
-def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: Path | None, prompt_ids: str | None) -> str | None:
-    """The prompt from whichever option gives it; None if it is given as ids."""
-    if stdin is not None and stdin != "-":
-        raise BadRequest(f"unexpected argument {stdin!r}; give the prompt with --prompt")
-    given = [prompt is not None, prompt_file is not None, prompt_ids is not None, stdin is not None]
-    if sum(given) != 1:
-        raise BadRequest("give the prompt once: --prompt TEXT, --prompt-file F, --prompt-ids IDS or - for stdin")
-    if prompt is not None:
-        return prompt
-    if prompt_ids is not None:
-        return None
-    from_stdin = prompt_file is None or str(prompt_file) == "-"
-    if from_stdin and sys.stdin is None:
-        raise BadRequest("stdin is closed; give the prompt with --prompt or --prompt-file")
-    try:
-        raw = sys.stdin.buffer.read() if from_stdin or prompt_file is None else prompt_file.read_bytes()
-        return raw.decode()
-    except OSError as e:
-        raise NotFound(f"{prompt_file}: cannot read the prompt ({e.strerror})") from None
-    except UnicodeDecodeError as e:
-        where = "stdin" if from_stdin else prompt_file
-        raise BadRequest(f"{where}: the prompt is not UTF-8 (byte {e.start})") from None
-
-
-def _token_ids(tokenizer: Tokenizer | None, text: str | None, prompt_ids: str | None) -> list[int]:
-    if prompt_ids is not None:
-        pieces = re.split(r"[\s,]+", prompt_ids.strip())
-        if not all(re.fullmatch(r"\d{1,9}", p) for p in pieces):
-            raise BadRequest(f"--prompt-ids {prompt_ids[:60]!r}: expected numbers separated by spaces or commas")
-        return [int(p) for p in pieces]
-    assert text is not None
-    if tokenizer is None:
-        raise BadRequest("this model has no tokenizer; give the prompt with --prompt-ids")
-    ids = tokenizer.encode(text)
-    if not ids:
-        raise BadRequest("the prompt is empty; a model needs at least one token to continue")
-    return ids
 
 
 def _fetch_ahead(engine: Model, rows: int, *, yes: bool) -> None:
@@ -206,183 +191,3 @@ def _keep_heat(engine: Model) -> None:
     except DeltafinError as e:
         # Not a warning: a cache may be read-only on purpose.
         log.info("%s; the use of experts is not remembered", e)
-
-
-# ---- generating ---------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What came out, and when."""
-
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    stopped: bool = False  # by a stop token, not by --max-new
-    first_token_s: float = 0.0
-    total_s: float = 0.0
-
-
-def _generate(engine: Model, ids: Sequence[int], max_new: int, trace: Path | None, printer: _Printer) -> _Outcome:
-    from deltafin.cli.watch import Watch
-    from deltafin.runtime import TraceWriter
-
-    outcome = _Outcome()
-    with ExitStack() as stack:
-        writer = stack.enter_context(TraceWriter(trace, engine.store.catalog)) if trace else None
-        watch = Watch(engine.store, writer, printer)
-        started = time.monotonic()
-        try:
-            for token in engine.generate(engine.sequence(), ids, max_new=max_new, observer=watch):
-                outcome.ids.append(token)
-                outcome.stopped = token in engine.stop_ids
-                outcome.total_s = time.monotonic() - started
-                outcome.first_token_s = outcome.first_token_s or outcome.total_s
-                watch.token(len(outcome.ids))
-                outcome.text += printer.push(token, last=outcome.stopped)
-        finally:
-            watch.clear()
-            if outcome.ids:
-                outcome.text += printer.finish()
-    return outcome
-
-
-class _Printer:
-    """Streams text as complete characters, or ids. The stop token itself is not part of the text."""
-
-    def __init__(self, engine: Model, as_ids: bool, *, quiet: bool) -> None:
-        from deltafin.runtime import StreamDecoder
-
-        self._as_ids, self._quiet = as_ids, quiet
-        self._decoder = StreamDecoder(engine.tokenizer) if engine.tokenizer is not None else None
-        self._count = 0
-        self.column = 0  # where the cursor is, for a status beside the text
-
-    def push(self, token: int, *, last: bool) -> str:
-        text = "" if last or self._decoder is None else self._decoder.push(token)
-        if self._as_ids:
-            self._write((" " if self._count else "") + str(token))
-        else:
-            self._write(text)
-        self._count += 1
-        return text
-
-    def finish(self) -> str:
-        """Ends the output with a newline, also after an interruption."""
-        rest = self._decoder.finish() if self._decoder is not None else ""
-        self._write(("" if self._as_ids else rest) + "\n")
-        return rest
-
-    def _write(self, text: str) -> None:
-        if not self._quiet and text:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            line = text.rpartition("\n")[2]
-            self.column = len(line) + (self.column if "\n" not in text else 0)
-
-
-# ---- afterwards ---------------------------------------------------------------------------------------
-
-
-def _compare(engine: Model, prompt_tokens: int, outcome: _Outcome) -> PlanOutcome | None:
-    """What df-plan would have said of the tokens after the first, if it knows this machine; remembered for it."""
-    later = len(outcome.ids) - 1
-    if engine.memory is None or later < 1:
-        return None
-    from deltafin.runtime.planner import compare
-
-    measured_s = (outcome.total_s - outcome.first_token_s) / later
-    cache = engine.store.roots[0].path
-    found = compare(engine, cache, "df-run", rows=prompt_tokens, tokens=later, measured_s=measured_s)
-    return None if found is None else found[0]
-
-
-def _as_json(engine: Model, prompt_ids: Sequence[int], outcome: _Outcome) -> dict[str, object]:
-    return {
-        "model": engine.store.model,
-        "identity": engine.store.catalog.identity,
-        "prompt_ids": list(prompt_ids),
-        "ids": outcome.ids,
-        "text": outcome.text if engine.tokenizer is not None else None,
-        "stopped": outcome.stopped,
-        "first_token_s": round(outcome.first_token_s, 6),
-        "total_s": round(outcome.total_s, 6),
-        "bytes": engine.store.stats.snapshot(),
-        "requests": engine.store.requests,
-        "passes": engine.times.passes,
-        "spine": engine.spine_label or "released",
-        "as_released": engine.as_released,
-        "memory": None if engine.memory is None else engine.memory.as_json(),
-        "seconds": asdict(engine.times),
-    }
-
-
-_TROUBLES = ("corrupt_objects", "disk_errors", "refused_spans", "unproven_spans", "unkept_spans", "evicted_spans")
-
-
-def _print_stats(engine: Model, prompt_tokens: int, outcome: _Outcome, plan: PlanOutcome | None) -> None:
-    from deltafin.cli.progress import human_nbytes
-    from deltafin.store import SOURCES
-
-    store, times = engine.store, engine.times
-    counts = store.stats.snapshot()
-    new = len(outcome.ids)
-    later = (outcome.total_s - outcome.first_token_s) / max(1, new - 1)
-    lines = [
-        f"tokens    {prompt_tokens} given, {new} new",
-        f"time      {outcome.first_token_s:.2f} s to the first token, then {later:.3f} s a token",
-        f"visits    {counts['expert_visits']:,} experts{_hits(times)}, {counts['spine_visits']:,} spines",
-    ]
-    if times.passes:
-        lines += _times_lines(times)
-    if plan is not None:
-        lines.append(
-            f"plan      {plan.predicted_s:.3f} s a token after the first, as df-plan has it ({plan.error:+.0%})"
-        )
-    asked = counts["expert_visits"] * store.catalog.expert_nbytes + counts["spine_nbytes"] + counts["head_nbytes"]
-    for source in SOURCES:
-        spans, nbytes = counts[f"{source}_spans"], counts[f"{source}_nbytes"]
-        if spans or source in ("object", "shard", "http"):
-            share = f", {nbytes / asked:.0%} of what was used" if source == "ram" and asked else ""
-            lines.append(f"{source:9} {spans:,} spans, {human_nbytes(nbytes)}{share}")
-    if engine.spine_label is not None:
-        lines.append(f"spine     {engine.spine_label}")
-    if engine.memory is not None:
-        lines += _memory_lines(engine)
-    lines.append(f"requests  {store.requests:,}")
-    for trouble in _TROUBLES:
-        if counts.get(trouble):
-            lines.append(f"{trouble.replace('_', ' '):9} {counts[trouble]:,}")
-    click.echo("\n".join(lines), err=True)
-
-
-def _hits(times: RunTimes) -> str:
-    """How many experts were in memory when they were asked for."""
-    experts, reads = times.layers.experts, times.layers.reads
-    return f" ({(experts - reads) / experts:.0%} in memory)" if experts else ""
-
-
-def _times_lines(times: RunTimes) -> list[str]:
-    """Of an average pass: what was waited for, and what was computed."""
-    passes, layers = times.passes, times.layers
-    waits = layers.spine_wait_s + layers.expert_wait_s
-    return [
-        f"passes    {passes:,}, {times.rows:,} rows; of {times.total_s / passes:.3f} s a pass:",
-        f"  waiting {waits / passes:.3f} s: spine {layers.spine_wait_s / passes:.3f}, "
-        f"experts {layers.expert_wait_s / passes:.3f}",
-        f"  compute {(times.total_s - waits) / passes:.3f} s: attention {layers.attention_s / passes:.3f}, shared "
-        f"{layers.shared_s / passes:.3f}, experts {layers.expert_s / passes:.3f}, head {times.head_s / passes:.3f}",
-    ]
-
-
-def _memory_lines(engine: Model) -> list[str]:
-    from deltafin.cli.progress import human_nbytes
-
-    plan = engine.memory
-    assert plan is not None
-    kept, room = engine.store.resident_experts
-    return [
-        f"memory    {human_nbytes(plan.total)} planned of {human_nbytes(plan.budget)}: passes of up to {plan.rows:,} "
-        "rows, "
-        f"{len(plan.resident)} of {plan.spine_layers} layers, the head among them, resident "
-        f"({human_nbytes(plan.resident_nbytes)}), {plan.slots} slots, {kept:,} of at most {room:,} experts",
-    ]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deltafin.cli.run import _Printer
+from deltafin.cli.answering import Screen, TextReader
 from deltafin.runtime import Tokenizer, read_trace
 
 
@@ -165,8 +165,9 @@ def test_json_is_one_object_with_everything_and_nothing_else_is_printed(df, capi
     assert (done.status, done.err, done.out.count("\n")) == (0, "", 1)
     found = done.json
     assert found.keys() == {
-        "model", "identity", "prompt_ids", "ids", "text", "stopped", "first_token_s", "total_s", "bytes", "requests",
-        "passes", "spine", "as_released", "memory", "seconds", "plan",
+        "model", "identity", "prompt_ids", "ids", "text", "stopped", "finish", "logprobs", "sampling", "drafted",
+        "accepted", "first_token_s", "total_s", "bytes", "requests", "passes", "spine", "as_released", "memory",
+        "seconds", "plan",
     }  # fmt: skip
     assert (found["model"], found["prompt_ids"]) == ("demo", capital["prompt_ids"])
     assert (found["ids"], found["stopped"], found["requests"]) == (capital["ids"][:5], False, 0)
@@ -281,11 +282,14 @@ def byte_token(tokenizer) -> dict[int, int]:
 def test_characters_that_arrive_in_pieces_are_printed_whole(case, tokenizer, byte_token, monkeypatch, capsys):
     """Every single write is valid text; together they are the text."""
     writes: list[str] = []
-    stdout = SimpleNamespace(write=writes.append, flush=lambda: None)
-    monkeypatch.setattr("deltafin.cli.run.sys", SimpleNamespace(stdout=stdout))
-    printer = _Printer(SimpleNamespace(tokenizer=tokenizer), False, quiet=False)
-    pushed = [printer.push(byte_token[b], last=False) for b in bytes.fromhex("".join(case["pieces"]))]
-    text = "".join(pushed) + printer.finish()
+    stdout = SimpleNamespace(write=writes.append, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr("deltafin.cli.answering.sys", SimpleNamespace(stdout=stdout))
+    reader = TextReader(tokenizer, (), Screen(quiet=False), as_ids=False)
+    for byte in bytes.fromhex("".join(case["pieces"])):
+        reader.push(byte_token[byte], last=False)
+    pushed = reader.text
+    reader.finish()
+    text = reader.text
     assert "".join(writes) == text + "\n"
     if case["text"] is None:
         assert text == "ok\ufffd!"
@@ -293,7 +297,16 @@ def test_characters_that_arrive_in_pieces_are_printed_whole(case, tokenizer, byt
         assert text in (case["text"], case["text"] + "\ufffd")
     else:
         assert text == case["text"]
-        assert ("\ufffd" in "".join(pushed)) == ("\ufffd" in case["text"])
+        assert ("\ufffd" in pushed) == ("\ufffd" in case["text"])
+
+
+@pytest.mark.parametrize(("tty", "shown"), [(True, "a\u241b]0;x\u2407b\u240d\n\tc"), (False, "a\x1b]0;x\x07b\r\n\tc")])
+def test_a_terminal_is_not_made_to_obey_what_a_model_writes(monkeypatch, tty, shown):
+    writes: list[str] = []
+    stdout = SimpleNamespace(write=writes.append, flush=lambda: None, isatty=lambda: tty)
+    monkeypatch.setattr("deltafin.cli.answering.sys", SimpleNamespace(stdout=stdout))
+    Screen(quiet=False).write("a\x1b]0;x\x07b\r\n\tc")
+    assert "".join(writes) == shown
 
 
 def test_text_is_utf8_whatever_the_locale_has_letters_for(df, monkeypatch, tokenizer, byte_token):
@@ -302,8 +315,8 @@ def test_text_is_utf8_whatever_the_locale_has_letters_for(df, monkeypatch, token
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     run.main(["demo", "--prompt", "a", "--max-new", "1"], standalone_mode=False)
-    printer = _Printer(SimpleNamespace(tokenizer=tokenizer), False, quiet=False)
+    reader = TextReader(tokenizer, (), Screen(quiet=False), as_ids=False)
     for byte in "é漢".encode():
-        printer.push(byte_token[byte], last=False)
-    printer.finish()
+        reader.push(byte_token[byte], last=False)
+    reader.finish()
     assert raw.getvalue().endswith("é漢\n".encode())

@@ -1,0 +1,192 @@
+"""df-run --chat: one question, or a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from deltafin.cli.chat_input import Leave, MessageReader
+from deltafin.cli.chat_options import ChatOptions
+from deltafin.cli.chat_screen import ChatScreen
+from deltafin.cli.options import print_json
+from deltafin.cli.prompts import json_file
+from deltafin.cli.run_settings import RunSettings
+from deltafin.cli.run_stats import print_stats, run_as_json
+from deltafin.errors import BadRequest, DeltafinError
+from deltafin.runtime.chat import Conversation, Dialogue, SystemMessage, UserMessage, from_openai, thinking_of, tools_of
+
+if TYPE_CHECKING:
+    from deltafin.cli.choosing import Choosing
+    from deltafin.cli.talk import Talk
+    from deltafin.runtime import Model, Tokenizer
+    from deltafin.runtime.chat import Answer, Message
+
+T = TypeVar("T")
+
+HELP = """\
+/help            this
+/clear           begin a new conversation
+/effort E        think none, low, high or max in a new conversation
+/save F          write the conversation's state to F, for --load-state
+/exit            leave; so does Ctrl-D
+
+A line that ends with \\ goes on in the next one; lines between two lines of \"\"\" are one message.
+Ctrl-C stops an answer and keeps the conversation."""
+
+
+class ChatJob:
+    """A conversation's beginning, and the question if there is one."""
+
+    def __init__(
+        self, settings: RunSettings, talk: ChatOptions, text: str | None, *, prompt_ids: str | None, as_ids: bool
+    ) -> None:
+        for name, there in (("--prompt-ids", prompt_ids is not None), ("--ids", as_ids)):
+            if there:
+                raise BadRequest(f"{name} has no effect with --chat")
+        if text is not None and not text.strip():
+            raise BadRequest("the question is empty")
+        self._settings, self._options = settings, talk
+        self._conversation = _resumed(talk) if settings.states.load_state else _conversation(talk)
+        if text is not None:
+            self._conversation = replace(self._conversation, messages=(*self._conversation.messages, UserMessage(text)))
+        # Whether something is to be answered before anybody is asked.
+        self._asked = bool(self._conversation.messages) and not isinstance(
+            self._conversation.messages[-1], SystemMessage
+        )
+        if settings.as_json and not self._asked:
+            raise BadRequest("--json needs a question: give one with --prompt, --prompt-file, --messages or -")
+
+    def read(self, tokenizer: Tokenizer | None) -> int:
+        """How many tokens the first prompt has."""
+        if tokenizer is None:
+            raise BadRequest("this model has no tokenizer, so it cannot chat; give --prompt-ids without --chat")
+        return len(Dialogue(tokenizer, self._conversation).prompt())
+
+    def run(self, engine: Model, how: Choosing) -> None:
+        from deltafin.cli.talk import Talk
+
+        settings = self._settings
+        screen = ChatScreen(quiet=settings.as_json, hide_thinking=self._options.hide_thinking)
+        with ExitStack() as stack:
+            talk = stack.enter_context(Talk(engine, self._conversation, how, settings, screen))
+            if settings.states.save_state is not None:
+                stack.callback(_save, talk, settings.states.save_state)
+            if self._asked:
+                answer = talk.ask()
+                if answer is None:
+                    raise KeyboardInterrupt
+                if settings.as_json:
+                    print_json({**run_as_json(engine, talk.prompt, talk.outcome, how.sampling), **_json(answer)})
+            else:
+                self._converse(engine, talk)
+        if settings.stats:
+            print_stats(engine, talk.given, talk.outcome, None, talk.lines())
+
+    def _converse(self, engine: Model, talk: Talk) -> None:
+        reader = MessageReader()
+        if reader.terminal:
+            click.echo(f"{engine.store.model}: /help says what else can be typed; Ctrl-D leaves", err=True)
+        effort = self._options.effort
+        while True:
+            try:
+                message = reader.message()
+                if message.startswith("/"):
+                    effort = self._command(talk, message, effort)
+                elif message.strip():
+                    _turns(talk, reader, UserMessage(message))
+            except Leave:
+                return
+            except (BadRequest, DeltafinError) as e:
+                if not reader.terminal:
+                    raise
+                click.echo(f"df-run: {e}", err=True)
+
+    def _command(self, talk: Talk, line: str, effort: str | None) -> str | None:
+        """Does what a line that begins with / says; returns the effort of conversations to come."""
+        name, _, argument = line.strip().partition(" ")
+        argument = argument.strip()
+        if name in ("/exit", "/quit"):
+            raise Leave
+        if name == "/save" and argument:
+            click.echo(f"{talk.save(Path(argument)):,} bytes written to {argument}", err=True)
+        elif name == "/effort" and argument:
+            thinking_of(argument, "effort")
+            effort = argument
+            talk.restart(_conversation(self._options, effort))
+        elif name == "/clear" and not argument:
+            talk.restart(_conversation(self._options, effort))
+        else:
+            click.echo(HELP, err=True)
+        return effort
+
+
+def _turns(talk: Talk, reader: MessageReader, message: Message) -> None:
+    """An answer, and if it calls tools, those that follow the results that are typed in."""
+    from deltafin.runtime.chat import ToolResult
+
+    answer = talk.ask(message)
+    while answer is not None and answer.tool_calls:
+        results = [
+            ToolResult(reader.message(f"result of {call.name}> "), call.id, call.name) for call in answer.tool_calls
+        ]
+        answer = talk.ask(*results)
+
+
+def _save(talk: Talk, path: Path) -> None:
+    """At the end, also of an interruption: what was computed is what is saved."""
+    if talk.started:
+        talk.save(path)
+
+
+def _json(answer: Answer) -> dict[str, object]:
+    calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in answer.tool_calls]
+    return {
+        "text": answer.content,
+        "reasoning": answer.reasoning,
+        "tool_calls": calls,
+        "finish": answer.finish,
+        "stopped": answer.finish != "length",
+    }
+
+
+def _conversation(talk: ChatOptions, effort: str | None = None) -> Conversation:
+    """What the options say. Raises BadRequest or NotFound, which names the option."""
+    thinking, said = thinking_of(effort or talk.effort, "--effort")
+    messages: list[Message] = [] if talk.system is None else [SystemMessage(talk.system)]
+    if talk.messages is not None:
+        messages += _from_file(talk.messages, "--messages", from_openai)
+    tools = () if talk.tools is None else _from_file(talk.tools, "--tools", tools_of)
+    wanted = None if talk.response_format is None else _response_format(talk.response_format)
+    return Conversation(messages, tools, thinking, said, talk.tool_choice, wanted)
+
+
+def _resumed(talk: ChatOptions) -> Conversation:
+    """Of a saved conversation nothing has to be said again; only whether the next answer thinks."""
+    said = {
+        "--system": talk.system, "--messages": talk.messages, "--tools": talk.tools,
+        "--effort": None if talk.effort == "none" else talk.effort,
+    }  # fmt: skip
+    for name, value in said.items():
+        if value is not None:
+            raise BadRequest(f"{name} has no effect with --load-state: the saved conversation has its own")
+    wanted = None if talk.response_format is None else _response_format(talk.response_format)
+    return Conversation((), (), talk.effort != "none", None, talk.tool_choice, wanted)
+
+
+def _from_file(path: Path, option: str, read: Callable[[object], tuple[T, ...]]) -> tuple[T, ...]:
+    value = json_file(path, option)
+    try:
+        return read(value)
+    except BadRequest as e:
+        raise BadRequest(f"{option} {path}: {e}") from None
+
+
+def _response_format(given: str) -> str | dict[str, object]:
+    if given in ("text", "json_object"):
+        return given
+    return {"type": "json_schema", "json_schema": {"schema": json_file(Path(given), "--response-format")}}

@@ -1,0 +1,230 @@
+"""One conversation with a model: what it has read and written, and the state that goes with it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import click
+
+from deltafin.cli.answering import Answering, Outcome
+from deltafin.cli.chat_screen import ChatScreen
+from deltafin.cli.choosing import Choosing
+from deltafin.cli.progress import human_nbytes
+from deltafin.cli.run_settings import RunSettings
+from deltafin.cli.watch import Watch
+from deltafin.errors import BadRequest
+from deltafin.runtime import Checkpoint, Gate, Generation, Sequence, StopStrings, TraceWriter
+from deltafin.runtime.chat import (
+    Answer,
+    ChatParser,
+    ContentText,
+    Conversation,
+    Dialogue,
+    Event,
+    Message,
+    ReasoningText,
+    ReasoningWasContent,
+    prompt,
+)
+from deltafin.runtime.states import PrefixStore, PrefixWriter, load_state, save_state
+
+if TYPE_CHECKING:
+    from deltafin.runtime import Model
+
+
+class Talk:
+    """Asks and answers; keeps states at the end of what conversations share, and of each answer.
+
+    Use it in a `with`: it closes the trace.
+    """
+
+    def __init__(
+        self, engine: Model, conversation: Conversation, how: Choosing, settings: RunSettings, screen: ChatScreen
+    ) -> None:
+        self._engine, self._how, self._settings, self._screen = engine, how, settings, screen
+        self._stack = ExitStack()
+        self._trace: TraceWriter | None = None
+        self.outcome = Outcome()  # of the last answer
+        self.prompt: list[int] = []  # what was read for it
+        self.given = 0  # tokens of it that were not known before
+        assert engine.tokenizer is not None
+        self._tokenizer = engine.tokenizer
+        keep = settings.states.keep_states
+        # torch has no states to keep; asked to, it says so.
+        self._prefixes = PrefixStore(keep) if engine.memory is not None or keep is not None else None
+        self._gate = Gate()
+        self._seq: Sequence | None = None
+        self._first = conversation
+        path = settings.states.load_state
+        if path is None:
+            self._dialogue = Dialogue(self._tokenizer, conversation)
+        else:
+            self._seq, self._dialogue = self._resume(path, conversation)
+
+    def __enter__(self) -> Self:
+        if (trace := self._settings.trace) is not None:
+            self._trace = self._stack.enter_context(TraceWriter(trace, self._engine.store.catalog))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    @property
+    def started(self) -> bool:
+        """Whether there is anything to save."""
+        return self._seq is not None and len(self._seq) > 0
+
+    def restart(self, conversation: Conversation) -> None:
+        """Begins a new conversation; the old one is forgotten."""
+        self._seq, self._first = None, conversation
+        self._dialogue = Dialogue(self._tokenizer, conversation)
+
+    def ask(self, *messages: Message) -> Answer | None:
+        """The answer to what is said now; None if it was interrupted, and then what came of it stays said.
+
+        An answer of which nothing had come leaves no trace, nor does its question.
+        """
+        before = self._dialogue.conversation
+        self._dialogue.add(*messages)
+        self.prompt = self._dialogue.prompt()
+        reader = _Reader(self._dialogue.parser(), self._how.stops, self._screen)
+        try:
+            self._answer(reader)
+        except KeyboardInterrupt:
+            self._engine.store.resume()
+            if not reader.parser.ids:
+                self._dialogue.conversation = before
+                return None
+        except BaseException:
+            self._dialogue.conversation = before
+            raise
+        finally:
+            reader.finish()
+        self._dialogue.answered(reader.parser)
+        self._keep()
+        return reader.answer if self.outcome.finish is not None else None
+
+    def save(self, path: Path) -> int:
+        """Writes the conversation's state; returns its bytes."""
+        if self._seq is None or not len(self._seq):
+            raise BadRequest(f"{path}: nothing was said yet, so there is nothing to save")
+        return save_state(path, self._engine, self._seq, self._dialogue.ids[len(self._seq) :])
+
+    def lines(self) -> list[str]:
+        """For --stats: what states did."""
+        if self._prefixes is None or not (stats := self._prefixes.stats).kept + stats.restored:
+            return []
+        kept = f"{stats.kept} kept ({human_nbytes(stats.kept_nbytes)})"
+        return [f"states    {stats.restored_tokens:,} tokens restored, {kept}"]
+
+    def _keep(self) -> None:
+        """The state after this turn, for another day; whoever does not want to wait for the drive need not."""
+        if self._prefixes is not None and self._seq is not None:
+            with suppress(KeyboardInterrupt):
+                self._prefixes.keep(self._engine, self._seq)
+
+    def _answer(self, reader: _Reader) -> None:
+        engine, how = self._engine, self._how
+        seq = self._seq = self._sequence()
+        ids = self.prompt[len(seq) :]
+        self.given = len(ids)
+        watch = Watch(engine.store, self._trace, self._screen)
+        answering = Answering(watch, reader.push, engine.stop_ids, self._gate)
+        self.outcome = answering.outcome
+        with ExitStack() as stack:
+            generation = Generation(
+                seq,
+                ids,
+                max_new=self._settings.max_new,
+                sampling=how.sampling,
+                draft=how.new_draft(),
+                depth=how.depth,
+                ends=answering.ends,
+                checkpoint=self._checkpoint(len(seq), stack),
+            )
+            answering.run(engine, generation)
+        if answering.outcome.finish == "length":
+            click.echo(f"\ndf-run: cut after --max-new {self._settings.max_new} tokens", err=True)
+
+    def _sequence(self) -> Sequence:
+        """One that has seen a beginning of the prompt: this conversation's own, or the longest that was kept."""
+        own = self._seq
+        if own is not None and 0 < len(own) < len(self.prompt) and own.ids == self.prompt[: len(own)]:
+            return own
+        self._seq = None  # its memory is wanted
+        found = self._prefixes.longest(self._engine, self.prompt) if self._prefixes is not None else None
+        return found or self._engine.sequence()
+
+    def _checkpoint(self, known: int, stack: ExitStack) -> Checkpoint | None:
+        """Keeps the state at the end of what conversations share, if it is computed now."""
+        if self._prefixes is None or known:
+            return None
+        shared = prompt(self._dialogue.conversation, self._tokenizer).preamble
+        if not 0 < shared < len(self.prompt):
+            return None
+        writer = self._prefixes.writer(self._engine, self.prompt[:shared])
+        if writer is None:
+            return None
+        stack.callback(_finish, writer)
+        return Checkpoint(shared, writer)
+
+    def _resume(self, path: Path, conversation: Conversation) -> tuple[Sequence, Dialogue]:
+        saved = load_state(path, self._engine)
+        ids = [*saved.seq.ids, *saved.pending]
+        if not ids or ids[-1] != self._tokenizer.special_id("<|end_of_msg|>"):
+            raise BadRequest(f"{path}: the state of a text, not of a chat; go on with it without --chat")
+        return saved.seq, Dialogue(self._tokenizer, conversation, ids)
+
+
+def _finish(writer: PrefixWriter) -> None:
+    """After the answer, or whatever ended it: a state whose layers have all been computed is good."""
+    if writer.complete:
+        writer.commit()
+    else:
+        writer.abort()
+
+
+class _Reader:
+    """Takes an answer's tokens apart and shows them; ends it at a stop string."""
+
+    def __init__(self, parser: ChatParser, stops: tuple[str, ...], screen: ChatScreen) -> None:
+        self.parser = parser
+        self._stops = StopStrings(stops)
+        self._screen = screen
+        self._content: list[str] = []
+
+    def push(self, token: int, _last: bool) -> bool:
+        return any([self._show(event) for event in self.parser.push(token)])
+
+    def finish(self) -> None:
+        for event in self.parser.finish():
+            self._show(event)
+        self._write(self._stops.finish())
+        for call in self.parser.answer.tool_calls:
+            self._screen.tool_call(call)
+        self._screen.end()
+
+    @property
+    def answer(self) -> Answer:
+        """As it was shown: content ends before a stop string."""
+        whole = self.parser.answer
+        finish = "stop" if self._stops.matched is not None else whole.finish
+        return Answer(whole.reasoning, "".join(self._content), whole.tool_calls, finish)
+
+    def _show(self, event: Event) -> bool:
+        if isinstance(event, ReasoningText):
+            self._screen.reasoning(event.text)
+        elif isinstance(event, ContentText | ReasoningWasContent):
+            text, stopped = self._stops.push(event.text)
+            self._write(text)
+            return stopped
+        return False
+
+    def _write(self, text: str) -> None:
+        self._content.append(text)
+        self._screen.content(text)
