@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deltafin import __version__
+from deltafin.cli.bench_batch import bench_batch
 from deltafin.cli.bench_http import bench_http
 from deltafin.cli.bench_io import bench_io
 from deltafin.cli.bench_model import bench_fullsize, bench_pass, bench_prefill
@@ -75,5 +76,14 @@ def _as_json(report: Report) -> dict[str, object]:
     return {"isa": report.isa, "turns": report.turns, "arena_nbytes": report.arena_nbytes, "rates": rates}
 
 
-for command in (bench_io, bench_http, bench_roots, bench_pass, bench_prefill, bench_tokens, bench_fullsize):
+for command in (
+    bench_io,
+    bench_http,
+    bench_roots,
+    bench_pass,
+    bench_prefill,
+    bench_batch,
+    bench_tokens,
+    bench_fullsize,
+):
     bench.add_command(command)

@@ -32,20 +32,20 @@ LAYERS = 6
 RELEASED = "released"
 DISTINCT_EXPERTS = 96
 
-_folder = click.option(
+folder_option = click.option(
     "--dir",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Where the stand-in is or will be (default: in the cache directory).",
 )
-_layers = click.option(
+layers_option = click.option(
     "--layers", type=click.IntRange(1, 93), metavar="N", help=f"How many layers of true size (default: {LAYERS})."
 )
 
 
 @click.command("pass")
-@options(_folder, _layers, threads_option, json_option, verbose_option)
+@options(folder_option, layers_option, threads_option, json_option, verbose_option)
 @click.option(
     "--rate",
     type=ByteSize(),
@@ -70,7 +70,7 @@ def bench_pass(
     from deltafin.runtime.passbench import measure_passes, resident_plan, streamed_plan
     from deltafin.store import open_store
 
-    standin = _few_layers(folder, layers)
+    standin = few_layers(folder, layers)
     want = Want(rows=1, tokens=tokens + 2)
     costs = []
     for plan in (streamed_plan, resident_plan):
@@ -81,16 +81,16 @@ def bench_pass(
         ):
             costs.append(measure_passes(model, rate, tokens, bar))
     if as_json:
-        print_json({**_about(standin), "rate": rate, "passes": [{**asdict(c), "ratio": c.ratio} for c in costs]})
+        print_json({**about(standin), "rate": rate, "passes": [{**asdict(c), "ratio": c.ratio} for c in costs]})
         return
-    click.echo(_describe(standin) + f"; root held to {_size(rate)}/s, {tokens} passes of one row each")
+    click.echo(describe(standin) + f"; root held to {size(rate)}/s, {tokens} passes of one row each")
     for cost in costs:
         _print_pass(cost)
 
 
 @click.command("prefill")
 @click.argument("model", default="demo")
-@options(_folder, _layers, ram_option, threads_option, json_option, verbose_option)
+@options(folder_option, layers_option, ram_option, threads_option, json_option, verbose_option)
 @click.option(
     "--rows", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens of the prompt."
 )
@@ -129,7 +129,7 @@ def bench_prefill(
     with open_store(model) as store:
         measure(model, store)
     if not counts_only:
-        standin = _few_layers(folder, layers)
+        standin = few_layers(folder, layers)
         with open_store(standin.model, cache_dir=standin.cache_dir, offline=True) as store:
             measure(f"{layers or LAYERS} layers of Kimi K3's dimensions", store)
     if as_json:
@@ -142,7 +142,7 @@ def bench_prefill(
 
 
 @click.command("fullsize")
-@options(_folder, ram_option, threads_option, spine_option, json_option, verbose_option)
+@options(folder_option, ram_option, threads_option, spine_option, json_option, verbose_option)
 @click.option(
     "--rate", type=ByteSize(), metavar="SIZE", help="Bytes a second that the root is held to (default: not at all)."
 )
@@ -182,7 +182,7 @@ def bench_fullsize(
     limit = max((rate for rate in limits if rate is not None), default=None)
     if as_json:
         memory = model.memory.as_json() if model.memory is not None else None
-        print_json({**_about(standin), **asdict(report), "raw_rate": limit, "memory": memory,
+        print_json({**about(standin), **asdict(report), "raw_rate": limit, "memory": memory,
                     "spine": model.spine_label or "released", "plan": plan and plan.as_json()})  # fmt: skip
         return
     _print_fullsize(standin, model, report, limit)
@@ -192,7 +192,7 @@ def bench_fullsize(
 # ---- stand-ins -------------------------------------------------------------------------------------------
 
 
-def _few_layers(folder: Path | None, layers: int | None) -> Standin:
+def few_layers(folder: Path | None, layers: int | None) -> Standin:
     from deltafin.indexer import k3_config
     from deltafin.store import default_cache
 
@@ -248,18 +248,18 @@ def _standin_packs(store: Store, spine: str) -> PackSet:
 # ---- tables ----------------------------------------------------------------------------------------------
 
 
-def _about(standin: Standin) -> dict[str, object]:
+def about(standin: Standin) -> dict[str, object]:
     return {**asdict(standin), "cache_dir": str(standin.cache_dir)}
 
 
-def _describe(standin: Standin) -> str:
+def describe(standin: Standin) -> str:
     return (
         f"{standin.model} in {standin.cache_dir}: {standin.spans:,} spans in {standin.distinct_objects:,} objects, "
-        f"{_size(standin.distinct_nbytes)}"
+        f"{size(standin.distinct_nbytes)}"
     )
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
     from deltafin.cli.progress import human_nbytes
 
     return human_nbytes(nbytes)
@@ -268,11 +268,11 @@ def _size(nbytes: float) -> str:
 def _print_pass(cost: PassCost) -> None:
     click.echo(
         f"\n{cost.resident_layers} of {cost.spine_layers} layers, the head among them, resident "
-        f"({_size(cost.ram)} of memory): "
+        f"({size(cost.ram)} of memory): "
         f"{cost.wall_s:.3f} s a pass, critical path {cost.critical_s:.3f} s, ratio {cost.ratio:.3f}"
     )
     click.echo(
-        f"  drive {cost.drive_s:.3f} s for {_size(cost.read_nbytes)}, compute {cost.compute_s:.3f} s; "
+        f"  drive {cost.drive_s:.3f} s for {size(cost.read_nbytes)}, compute {cost.compute_s:.3f} s; "
         + causes(cost.parts, cost.passes)
     )
 
@@ -289,30 +289,30 @@ def _print_prefill(name: str, cost: PrefillCost, rate: float | None) -> None:
     at_most = f", at the drive's best rate {cost.read_nbytes / rate:.2f} s" if rate else ""
     click.echo(
         f"{name}: {cost.rows} rows in {cost.passes} pass{'es' * (cost.passes > 1)}, {cost.wall_s:.2f} s\n"
-        f"  experts  {cost.expert_visits:,} asked for ({_size(cost.expert_nbytes)}), {cost.unique_experts:,} chosen: "
+        f"  experts  {cost.expert_visits:,} asked for ({size(cost.expert_nbytes)}), {cost.unique_experts:,} chosen: "
         f"{cost.excess:.3f} of what is needed\n"
         f"  layers   {cost.spine_visits:,} visits of {cost.layers + 1} with the globals\n"
-        f"  reading  {_size(cost.read_nbytes)} from drives{at_most}\n"
+        f"  reading  {size(cost.read_nbytes)} from drives{at_most}\n"
         f"  compute  {cost.flop / 1e12:.2f} TFLOP, at the peak {cost.flop_limit_s:.2f} s\n"
         f"  {causes(cost.parts, 1)}"
     )
 
 
 def _print_fullsize(standin: Standin, model: Model, report: fullsize.Report, limit: float | None) -> None:
-    click.echo(_describe(standin))
+    click.echo(describe(standin))
     plan = model.memory
     if plan is not None:
         click.echo(
-            f"{_size(plan.budget)} of memory: {len(plan.resident)} of {plan.spine_layers} layers, the head among them, "
-            f"resident ({_size(plan.resident_nbytes)}), ring {_size(plan.ring_nbytes)}, {plan.slots} slots; "
-            f"spine {model.spine_label or 'released'}; read at most here: {_size(limit) + '/s' if limit else 'unknown'}"
+            f"{size(plan.budget)} of memory: {len(plan.resident)} of {plan.spine_layers} layers, the head among them, "
+            f"resident ({size(plan.resident_nbytes)}), ring {size(plan.ring_nbytes)}, {plan.slots} slots; "
+            f"spine {model.spine_label or 'released'}; read at most here: {size(limit) + '/s' if limit else 'unknown'}"
         )
     click.echo(
         f"{'token':>8} {'s':>8} {'limit':>8} {'ratio':>6} {'experts':>16} {'spine':>16} {'head':>14} {'row':>7} "
         f"{'device':>10}"
     )
     for cost in report.tokens:
-        device = "unknown" if cost.device_nbytes is None else _size(cost.device_nbytes)
+        device = "unknown" if cost.device_nbytes is None else size(cost.device_nbytes)
         limit_s = cost.read_nbytes / limit if limit else float("nan")
         ratio = cost.wall_s / limit_s if limit_s else float("nan")
         click.echo(
@@ -320,4 +320,4 @@ def _print_fullsize(standin: Standin, model: Model, report: fullsize.Report, lim
             f"{cost.spine_nbytes:16,} {cost.head_nbytes:14,} {cost.row_nbytes:7,} {device:>10}"
         )
         click.echo(f"         {causes(cost.parts, 1)}, head {cost.head_s:.3f}")
-    click.echo(f"peak memory {_size(report.peak_rss_nbytes)}")
+    click.echo(f"peak memory {size(report.peak_rss_nbytes)}")

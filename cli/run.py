@@ -33,6 +33,7 @@ from deltafin.cli.options import (
 from deltafin.cli.prompts import prompt_text
 from deltafin.cli.run_settings import RunSettings, StateOptions, state_options
 from deltafin.cli.run_text import TextJob
+from deltafin.cli.subcommands import WithSubcommands
 from deltafin.errors import BadRequest, DeltafinError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 MAX_NEW, CHAT_MAX_NEW = 128, 4096
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=WithSubcommands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="df-run")
 @click.argument("model")
 @click.argument("stdin", required=False, metavar="[-]")
@@ -153,14 +154,14 @@ def run(
             if not engine.as_released:
                 click.echo(f"df-run: spine {engine.spine_label}", err=True)
             check_for(how, engine)
-            _fetch_ahead(engine, rows + new, yes=yes)
+            fetch_ahead(engine, rows + new, yes=yes)
             try:
                 job.run(engine, how)
             finally:
-                _keep_heat(engine)
+                keep_heat(engine)
 
 
-def _fetch_ahead(engine: Model, rows: int, *, yes: bool) -> None:
+def fetch_ahead(engine: Model, rows: int, *, yes: bool) -> None:
     """Fetches the missing spine, after saying how much may follow; does nothing for a local model.
 
     What is packed is here in another form.
@@ -181,7 +182,7 @@ def _fetch_ahead(engine: Model, rows: int, *, yes: bool) -> None:
         fetch_with_consent(store, plan, f"spine of {store.model}", yes=yes, also_nbytes=also)
 
 
-def _keep_heat(engine: Model) -> None:
+def keep_heat(engine: Model) -> None:
     """Adds the experts that were used to the model's heat, also after a failure or Ctrl-C. Nothing depends on it."""
     store = engine.store
     if store.roots[0].presence.look():

@@ -86,7 +86,7 @@ def print_stats(
         f"visits    {counts['expert_visits']:,} experts{_hits(times)}, {counts['spine_visits']:,} spines",
     ]
     if times.passes:
-        lines += _times_lines(times)
+        lines += times_lines(times)
     if outcome.drafts is not None:
         lines.append(f"drafts    {outcome.drafts}")
     if plan is not None:
@@ -102,7 +102,7 @@ def print_stats(
     if engine.spine_label is not None:
         lines.append(f"spine     {engine.spine_label}")
     if engine.memory is not None:
-        lines += _memory_lines(engine)
+        lines += memory_lines(engine)
     lines += also
     lines.append(f"requests  {store.requests:,}")
     for trouble in _TROUBLES:
@@ -117,7 +117,7 @@ def _hits(times: RunTimes) -> str:
     return f" ({(experts - reads) / experts:.0%} in memory)" if experts else ""
 
 
-def _times_lines(times: RunTimes) -> list[str]:
+def times_lines(times: RunTimes) -> list[str]:
     """Of an average pass: what was waited for, and what was computed."""
     passes, layers = times.passes, times.layers
     waits = layers.spine_wait_s + layers.expert_wait_s
@@ -130,7 +130,7 @@ def _times_lines(times: RunTimes) -> list[str]:
     ]
 
 
-def _memory_lines(engine: Model) -> list[str]:
+def memory_lines(engine: Model) -> list[str]:
     from deltafin.cli.progress import human_nbytes
 
     plan = engine.memory

@@ -66,7 +66,7 @@ class _Counters:
 
     @classmethod
     def now(cls, model: Model) -> _Counters:
-        return cls(time.monotonic(), model.store.stats.snapshot(), model.store.stats.read_nbytes, _device_nbytes())
+        return cls(time.monotonic(), model.store.stats.snapshot(), model.store.stats.read_nbytes, device_nbytes())
 
     def cost(self, after: _Counters, token: int, model: Model) -> TokenCost:
         known = self.device_nbytes is not None and after.device_nbytes is not None
@@ -89,7 +89,7 @@ class _Counters:
         return after.counts[name] - self.counts[name]
 
 
-def _device_nbytes() -> int | None:
+def device_nbytes() -> int | None:
     """Bytes that the system has read from devices for this process; None where it does not say."""
     try:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

@@ -27,6 +27,7 @@ ROWS_SHARE = 0.5  # of what is free, for the rows of long prompts
 SLOTS_SHARE = 0.5  # of what is free then, so that all reads of a row can be on their way
 RING_SHARE = 0.25  # of what is free then, so that reads go on while others are computed with
 KEY_BLOCK = 256  # latents grow by this many tokens
+HEAD_TILE = 1024  # logits of a row at once where their log-probabilities are wanted
 
 
 class Planned(Protocol):
@@ -44,14 +45,14 @@ class Want:
     """What a model is opened for."""
 
     rows: int = ROWS  # of the longest pass
-    tokens: int = TOKENS  # in all sequences together
-    sequences: int = 1
+    tokens: int = TOKENS  # in all sequences together; in the longest, if they are only scored
+    sequences: int = 1  # whose states are kept
     drafts: int = 0  # rows of proposals for each sequence in a pass
+    scoring: bool = False  # no state outlives its layer, but for that of a text which takes several passes
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            least = 0 if name == "drafts" else 1
-            if value < least:
+        for name, least in (("rows", 1), ("tokens", 1), ("sequences", 1), ("drafts", 0)):
+            if (value := getattr(self, name)) < least:
                 raise BadRequest(f"want.{name} is {value}; expected at least {least}")
 
 
@@ -173,6 +174,21 @@ def replay_nbytes(config: ModelConfig) -> int:
     return 4 * len(config.kda_layers) * (7 * config.kda_width + config.kda_heads)
 
 
+def scoring_nbytes(config: ModelConfig, tokens: int) -> int:
+    """What texts that are only scored take, of which the longest has so many tokens: one layer's state at a time.
+
+    In a layer of KDA that is the beginning of all of them, which is written to by none; in one of MLA the latents of
+    two, where one takes the place of another.
+    """
+    kda, mla = len(config.kda_layers), config.num_layers - len(config.kda_layers)
+    return kda_state_nbytes(config) // max(1, kda) + 2 * latents_nbytes(config, tokens) // max(1, mla)
+
+
+def divided_nbytes(config: ModelConfig, tokens: int) -> int:
+    """A text of so many tokens that is only scored, in several passes; where it ends, another may begin."""
+    return sequence_nbytes(config, tokens) + latents_nbytes(config, tokens)
+
+
 def row_nbytes(config: ModelConfig) -> int:
     """One row of a pass where most of it is in memory at once."""
     hidden = config.hidden_size
@@ -182,7 +198,7 @@ def row_nbytes(config: ModelConfig) -> int:
     experts = config.top_k * config.latent_size + 2 * config.latent_size + 2 * (config.expert_size + config.latent_size)
     moe = experts + 3 * config.shared_size + hidden
     dense = 3 * config.intermediate_size
-    return 4 * (blocks * hidden + 4 * hidden + max(kda, mla, moe, dense))
+    return 4 * (blocks * hidden + 4 * hidden + max(kda, mla, moe, dense, HEAD_TILE))
 
 
 def logits_nbytes(config: ModelConfig) -> int:
@@ -221,15 +237,21 @@ class _Needs:
     sequences: int
     row: int
     slot: int
-    state: int
+    together: int  # rows that must be in one pass, or `between` is needed
+    between: int  # what those take from one pass to the next
     spine: _Spine
 
     def __init__(self, catalog: Planned, layers: Sequence[LayerPieces], want: Want, threads: int) -> None:
         config = catalog.config
         self.program = _fixed_nbytes(config, want, threads)
         self.row, self.slot = row_nbytes(config), slot_nbytes(catalog.expert_nbytes)
-        self.state = kda_state_nbytes(config)
-        self.sequences = want.sequences * 2 * self.state + latents_nbytes(config, want.tokens)
+        state = kda_state_nbytes(config)
+        if want.scoring:
+            self.sequences = scoring_nbytes(config, want.tokens)
+            self.together, self.between = want.tokens - 1, divided_nbytes(config, want.tokens)
+        else:
+            self.sequences = want.sequences * 2 * state + latents_nbytes(config, want.tokens)
+            self.together, self.between = want.rows, want.sequences * state
         if want.drafts:
             self.sequences += want.sequences * (1 + want.drafts) * replay_nbytes(config)
         self.spine = _Spine(layers)
@@ -257,17 +279,9 @@ def plan_memory(budget: int, catalog: Planned, layers: Sequence[LayerPieces], wa
         needs = _Needs(catalog, layers, want, threads)
     needs.check(budget)
     slot, row, spine = needs.slot, needs.row, needs.spine
-    rows, free = 1, budget - needs.least
-    sequences = needs.sequences
-    if want.rows > 1 and free < (want.rows - 1) * row / ROWS_SHARE:
-        # Rows that do not fit one pass need a state between two passes. If there is no room for it, one row at a time.
-        between = want.sequences * needs.state
-        if free < between + row:
-            want = replace(want, rows=1)
-        else:
-            sequences, free = sequences + between, free - between
-    rows += min(want.rows - 1, int(ROWS_SHARE * free) // row)
-    free -= (rows - 1) * row
+    free = budget - needs.least
+    rows, between = _rows(needs, want, free)
+    free -= between + (rows - 1) * row
     wanted_slots = min(config.num_experts, max(config.top_k, 16))
     slots = LEAST_SLOTS + max(0, min(wanted_slots - LEAST_SLOTS, int(SLOTS_SHARE * free) // slot))
     free -= (slots - LEAST_SLOTS) * slot
@@ -280,7 +294,7 @@ def plan_memory(budget: int, catalog: Planned, layers: Sequence[LayerPieces], wa
     return MemoryPlan(
         budget=budget,
         program=needs.program,
-        sequences=sequences,
+        sequences=needs.sequences + between,
         rows=rows,
         rows_nbytes=rows * row,
         spine_layers=len(layers),
@@ -293,6 +307,24 @@ def plan_memory(budget: int, catalog: Planned, layers: Sequence[LayerPieces], wa
         resident_experts=cached,
         resident_experts_nbytes=cached * slot,
     )
+
+
+def _rows(needs: _Needs, want: Want, free: int) -> tuple[int, int]:
+    """How many rows a pass may have, and bytes for what goes on from one pass to the next; `free` is beside one row."""
+
+    def fitting(nbytes: int) -> int:
+        return 1 + min(want.rows - 1, int(ROWS_SHARE * nbytes) // needs.row)
+
+    if (rows := fitting(free)) >= needs.together:
+        return rows, 0
+    if free >= needs.between + needs.row:
+        return fitting(free - needs.between), needs.between
+    if want.scoring:
+        raise BadRequest(
+            f"the longest text has {want.tokens:,} tokens, and what goes on of it from one pass to the next does not "
+            f"fit into memory; give --ram {_ask(needs.least + needs.between + needs.row)} or more, or cut it"
+        )
+    return 1, 0
 
 
 class _Spine:

@@ -22,6 +22,7 @@ from deltafin.runtime.generation import Generation, Runner
 from deltafin.runtime.memory import (
     MemoryPlan,
     Want,
+    divided_nbytes,
     kda_state_nbytes,
     logits_nbytes,
     replay_nbytes,
@@ -255,8 +256,11 @@ class Model:
         wanted += replay_nbytes(self.config) * sum(len(s) for s in segments if s.drafted)
         # Between two passes of one forward there is a third state; that of a sequence not begun yet takes nothing.
         parts = Counter(number for pieces in cut(segments, plan.rows) for number, _ in pieces)
-        split = sum(1 for number, count in parts.items() if count > 1 and (len(segments[number].seq) or not advance))
-        wanted += split * kda_state_nbytes(self.config)
+        split = [segments[number] for number, count in parts.items() if count > 1]
+        if advance:
+            wanted += kda_state_nbytes(self.config) * sum(1 for s in split if len(s.seq))
+        else:  # one after the other
+            wanted += max((divided_nbytes(self.config, len(s.seq) + len(s)) for s in split), default=0)
         if logits in ("all", "tails"):  # the result, and that of one pass beside it
             # One row a sequence is in the plan.
             rows = sum(len(s) if logits == "all" else max(0, s.tail - 1) for s in segments)

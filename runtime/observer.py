@@ -32,6 +32,7 @@ class Observer:
     """
 
     wants_hidden = False  # ask for `hidden`, which copies every row several times a layer
+    wants_likeliest = False  # ask for `likeliest`
 
     def rows(self, spans: abc.Sequence[RowSpan]) -> None:
         """A pass begins with these rows, segment after segment; row arrays below are in this order."""
@@ -45,6 +46,9 @@ class Observer:
     def hidden(self, layer: int, point: Point, values: npt.NDArray[np.float32]) -> None:
         """A vector per row, [rows, hidden]."""
 
+    def likeliest(self, ids: npt.NDArray[np.int64]) -> None:
+        """With the log-probabilities of targets: the id of each row's largest logit, the lowest of equals, [rows]."""
+
     def finished(self) -> None:
         """Everything of the pass is computed; its sequences are committed next. Not called if the pass failed."""
 
@@ -55,6 +59,7 @@ class Observers(Observer):
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
         self.wants_hidden = any(observer.wants_hidden for observer in observers)
+        self.wants_likeliest = any(observer.wants_likeliest for observer in observers)
 
     def rows(self, spans: abc.Sequence[RowSpan]) -> None:
         for observer in self._observers:
@@ -72,6 +77,11 @@ class Observers(Observer):
         for observer in self._observers:
             if observer.wants_hidden:
                 observer.hidden(layer, point, values.copy())
+
+    def likeliest(self, ids: npt.NDArray[np.int64]) -> None:
+        for observer in self._observers:
+            if observer.wants_likeliest:
+                observer.likeliest(ids.copy())
 
     def finished(self) -> None:
         for observer in self._observers:

@@ -23,7 +23,7 @@ from deltafin.runtime.observer import Observer, Point
 from deltafin.runtime.rows import Rows
 from deltafin.runtime.segment import Logits, Part
 from deltafin.runtime.traffic import StateTraffic
-from deltafin.store import HEAD, LayerPieces, PackSet, SpineReader, SpineWalk, Store
+from deltafin.store import HEAD, Block, LayerPieces, PackSet, SpineReader, SpineWalk, Store
 
 # One sequence's memory, layer by layer.
 State = tuple[KdaState | Latents, ...]
@@ -215,12 +215,19 @@ class _Pass:
         rows = list(range(self.rows.count)) if logits == "targets" else self.rows.tails
         if logits == "targets":
             targets = np.array([token for p in self.parts for token in p.targets or ()], np.int64)
-            values = head.target_log_probs(y, layer.blocks(HEAD), targets)
+            values = self._score(y, layer.blocks(HEAD), targets)
         else:
             values = head.logits(y[rows], layer.blocks(HEAD), self.config.vocab_size)
         self._check(values.reshape(len(rows), -1), "head", rows)
         self.times.head_s, _ = lap.time()
         return values
+
+    def _score(self, y: Floats, blocks: abc.Iterator[Block], targets: npt.NDArray[np.int64]) -> Floats:
+        asked = self.observer is not None and self.observer.wants_likeliest
+        found = head.score(y, blocks, targets, likeliest=asked)
+        if self.observer is not None and found.likeliest is not None:
+            self.observer.likeliest(found.likeliest)
+        return found.log_probs
 
     def _show(self, layer: int, point: Point, values: Floats) -> None:
         if self.observer is not None and self.observer.wants_hidden:

@@ -58,13 +58,6 @@ def multiply(out: Floats, x: Floats, block: Block) -> None:
             _math.matmul_int8(out, x, integers, scale, block.first)
 
 
-def linear(x: Floats, bits: Bits) -> Floats:
-    """x W^T [rows, out] for a bfloat16 matrix."""
-    out = np.empty((len(x), len(bits)), np.float32)
-    _math.matmul_bf16(out, x, bits)
-    return out
-
-
 def mlp(x: Floats, spine: Spine, prefix: str, config: ModelConfig) -> Floats:
     """down(SiTU(gate x, up x)) for the dense layer and the shared experts."""
     gate = spine.linear(prefix + "gate_proj.weight", x)  # [rows, width]

@@ -216,7 +216,9 @@ class _Pass:
         with closing(self.store.head()) as tiles:
             if logits == "targets":
                 targets = [token for part in self.parts for token in part.targets or ()]
-                values = head.target_log_probs(y, tiles, torch.tensor(targets, device=self.device))
+                values, likeliest = head.score(y, tiles, torch.tensor(targets, device=self.device))
+                if self.observer is not None and self.observer.wants_likeliest:
+                    self.observer.likeliest(likeliest.cpu().numpy())
             else:
                 values = head.logits(y[rows], tiles, self.config.vocab_size)
         self._check(values.view(len(rows), -1), "head", rows)

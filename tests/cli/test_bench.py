@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from deltafin.cli.bench import bench
+from deltafin.errors import NoMemory
 from deltafin.store import make_standin
 
 
@@ -103,3 +104,53 @@ def test_every_measurement_has_help_with_an_example():
         assert all(isinstance(p, click.Argument) or p.help for p in command.params), (
             "arguments are explained in the text"
         )
+
+
+@pytest.mark.usefixtures("small")
+def test_batch_counts_what_passes_of_several_sequences_read(tmp_path):
+    words = ["batch", "--dir", str(tmp_path / "s"), "--sequences", "8,1,3", "--rounds", "2", "--json"]
+    done = CliRunner().invoke(bench, words)
+    assert done.exit_code == 0, done.output
+    spines = json.loads(done.stdout)["spines"]
+    assert list(spines) == ["streamed", "resident"]
+    for spine, costs in spines.items():
+        assert [cost["sequences"] for cost in costs] == [1, 3, 8]
+        for cost in costs:
+            assert len(cost["passes"]) == 2 and cost["walls_s"] == sorted(cost["walls_s"])
+            for one in cost["passes"]:
+                assert one["expert_nbytes"] == sum(one["unions"]) * 3264
+                assert len(one["unions"]) == 8
+                assert (one["spine_nbytes"] > 2 * 128 * one["sequences"]) == (spine == "streamed")
+            assert 4 <= cost["union"] <= min(4 * cost["sequences"], 16)
+        assert costs[0]["union"] == costs[0]["uniform_union"] == 4
+
+
+@pytest.mark.usefixtures("small")
+def test_batch_prints_a_line_for_each_number_of_sequences(tmp_path):
+    words = ["batch", "--dir", str(tmp_path / "s"), "--sequences", "1,4", "--rounds", "1"]
+    done = CliRunner().invoke(bench, words)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    for spine in ("streamed", "resident"):
+        [at] = [n for n, line in enumerate(lines) if line.startswith(f"spine {spine}, ")]
+        assert lines[at + 1].split()[0] == "sequences"
+        assert [line.split()[0] for line in lines[at + 2 : at + 4]] == ["1", "4"]
+        assert "waiting: spine" in lines[at + 5]
+
+
+@pytest.mark.usefixtures("small")
+def test_batch_leaves_out_what_does_not_fit_into_memory_and_says_so(tmp_path, monkeypatch):
+    words = ["batch", "--dir", str(tmp_path / "s"), "--sequences", "2", "--rounds", "1"]
+    monkeypatch.setattr("deltafin.cli.bench_batch._fits", lambda plan: len(plan.resident) < plan.spine_layers)
+    done = CliRunner().invoke(bench, words)
+    assert done.exit_code == 0 and "only the streamed one is measured" in done.stderr
+    assert "spine streamed" in done.stdout and "spine resident" not in done.stdout
+    monkeypatch.setattr("deltafin.cli.bench_batch._fits", lambda plan: False)
+    done = CliRunner().invoke(bench, words)
+    assert isinstance(done.exception, NoMemory) and "give fewer --sequences or --layers" in str(done.exception)
+
+
+@pytest.mark.parametrize("numbers", ["", "0", "1,,2", "1,x", "-1", "10000"])
+def test_batch_refuses_numbers_that_are_none(numbers):
+    done = CliRunner().invoke(bench, ["batch", "--sequences", numbers])
+    assert done.exit_code == 2 and "expected numbers from 1 to 9999" in done.stderr

@@ -62,5 +62,5 @@ def test_it_generates_what_generate_does_past_end_tokens_and_counts_layers(model
 
 
 def test_a_system_that_counts_no_device_bytes_is_no_error(model, monkeypatch):
-    monkeypatch.setattr(fullsize, "_device_nbytes", lambda: None)
+    monkeypatch.setattr(fullsize, "device_nbytes", lambda: None)
     assert fullsize.measure(model, tokens=1).tokens[0].device_nbytes is None

@@ -101,6 +101,33 @@ def test_latents_grow_in_blocks_and_kda_does_not_grow(k3):
     assert m.latents_nbytes(config, 257) == 2 * m.latents_nbytes(config, 256)
 
 
+@pytest.mark.parametrize("gb", [2, 4, 24, 128])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 2), (100_000, 300), (100_000, 20_000)])
+def test_scoring_takes_one_layers_state_whatever_the_number_of_texts(k3, gb, rows, tokens):
+    if (gb, tokens) == (2, 20_000):
+        pytest.skip("that is refused; see below")
+    found = plan(k3, gb * GB, rows=rows, tokens=tokens, scoring=True)
+    assert found.total <= gb * GB
+    layer = m.scoring_nbytes(k3[0].config, tokens)
+    assert layer < 7_000_000 + 2 * (tokens // 256 + 1) * 600_000
+    if tokens - 1 <= found.rows:
+        assert found.sequences == layer
+    else:  # one text at a time goes on from pass to pass
+        assert found.sequences == layer + m.divided_nbytes(k3[0].config, tokens)
+    together = plan(k3, gb * GB, rows=min(rows, 400), tokens=2 * 400, sequences=2) if gb > 2 else None
+    assert together is None or found.sequences < together.sequences or tokens == 20_000
+    assert found.rows == rows or found.rows > gb * 50
+
+
+def test_a_text_whose_state_does_not_fit_between_two_passes_is_refused_with_what_to_give(k3):
+    with pytest.raises(BadRequest, match=r"longest text has 20,000 tokens, .* give --ram (\d+)MB or more") as refused:
+        plan(k3, 2 * GB, rows=100_000, tokens=20_000, scoring=True)
+    enough = int(str(refused.value).partition("--ram ")[2].partition("MB")[0]) * 10**6
+    assert plan(k3, enough, rows=100_000, tokens=20_000, scoring=True).total <= enough
+    # Fewer rows a pass than a text has are the caller's wish, and mean the same.
+    assert plan(k3, 8 * GB, rows=10, tokens=20, scoring=True).sequences > m.kda_state_nbytes(k3[0].config)
+
+
 @pytest.mark.parametrize("field", ["rows", "tokens", "sequences"])
 def test_wanting_nothing_or_less_is_refused(field):
     for value in (0, -3):
@@ -109,9 +136,9 @@ def test_wanting_nothing_or_less_is_refused(field):
 
 
 def test_what_the_kernels_work_with_at_once_is_what_is_planned_for():
-    from deltafin.runtime.native import mla
+    from deltafin.runtime.native import head, mla
 
-    assert (m.KEY_BLOCK, m._QUERIES) == (mla.KEY_BLOCK, mla.QUERY_BLOCK)
+    assert (m.KEY_BLOCK, m._QUERIES, m.HEAD_TILE) == (mla.KEY_BLOCK, mla.QUERY_BLOCK, head.SUM_TILE)
 
 
 # ---- control groups ---------------------------------------------------------------------------------------
