@@ -22,7 +22,7 @@ from deltafin.errors import DeltafinError, NoMemory
 COMMANDS = {
     "df-index": "where every byte of a model lies: build, show, check, list",
     "df-fetch": "bring a model's bytes to this machine, look at them, check, place and remove them",
-    "df-run": "continue a prompt with a model",
+    "df-run": "continue a prompt with a model, answer a file of requests (batch), say how likely texts are (score)",
     "df-bench": "measure this machine in the terms the engine works in: kernels, io, http, roots, tokens and more",
     "df-plan": "say what this machine will do with a model, before it is downloaded; and doctor",
 }

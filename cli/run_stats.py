@@ -111,6 +111,21 @@ def print_stats(
     click.echo("\n".join(lines), err=True)
 
 
+def engine_lines(engine: Model) -> list[str]:
+    """What any run may say of itself: visits, times, bytes by source, memory."""
+    from deltafin.cli.progress import human_nbytes
+    from deltafin.store import SOURCES
+
+    counts = engine.store.stats.snapshot()
+    lines = [f"visits    {counts['expert_visits']:,} experts, {counts['spine_visits']:,} spines"]
+    if engine.times.passes:
+        lines += times_lines(engine.times)
+    for source in SOURCES:
+        if counts[f"{source}_spans"]:
+            lines.append(f"{source:9} {counts[f'{source}_spans']:,} spans, {human_nbytes(counts[f'{source}_nbytes'])}")
+    return lines if engine.memory is None else lines + memory_lines(engine)
+
+
 def _hits(times: RunTimes) -> str:
     """How many experts were in memory when they were asked for."""
     experts, reads = times.layers.experts, times.layers.reads

@@ -178,24 +178,15 @@ def _as_json(engine: Model, totals: Totals, before: int, total_s: float) -> dict
 
 
 def _print_summary(engine: Model, totals: Totals, before: int, output: Path | None, total_s: float) -> None:
-    from deltafin.cli.progress import human_nbytes
-    from deltafin.cli.run_stats import memory_lines, times_lines
-    from deltafin.store import SOURCES
+    from deltafin.cli.run_stats import engine_lines
 
-    counts, times = engine.store.stats.snapshot(), engine.times
+    times = engine.times
     found = f", {before} of them were in {output}" if before else ""
     perplexity = "none" if totals.perplexity is None else f"{totals.perplexity:.4g}"
     lines = [
         f"texts     {totals.texts}{found}; {totals.greedy} as greedy generation would have them",
         f"tokens    {totals.tokens:,} scored, log-probability {totals.log_prob:,.3f}, perplexity {perplexity}",
         f"time      {total_s:.2f} s, {times.rows / total_s if total_s else 0:.1f} rows a second",
-        f"visits    {counts['expert_visits']:,} experts, {counts['spine_visits']:,} spines",
+        *engine_lines(engine),
     ]
-    if times.passes:
-        lines += times_lines(times)
-    for source in SOURCES:
-        if counts[f"{source}_spans"]:
-            lines.append(f"{source:9} {counts[f'{source}_spans']:,} spans, {human_nbytes(counts[f'{source}_nbytes'])}")
-    if engine.memory is not None:
-        lines += memory_lines(engine)
     click.echo("\n".join(lines), err=True)

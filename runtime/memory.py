@@ -206,6 +206,11 @@ def logits_nbytes(config: ModelConfig) -> int:
     return 4 * config.vocab_size
 
 
+def wanted_slots(config: ModelConfig) -> int:
+    """Slots with which all reads of a row can be on their way at once."""
+    return min(config.num_experts, max(config.top_k, 16))
+
+
 # MLA looks at 64 queries at once, absorbed, and at what they attend to.
 _QUERIES = 64
 
@@ -282,8 +287,7 @@ def plan_memory(budget: int, catalog: Planned, layers: Sequence[LayerPieces], wa
     free = budget - needs.least
     rows, between = _rows(needs, want, free)
     free -= between + (rows - 1) * row
-    wanted_slots = min(config.num_experts, max(config.top_k, 16))
-    slots = LEAST_SLOTS + max(0, min(wanted_slots - LEAST_SLOTS, int(SLOTS_SHARE * free) // slot))
+    slots = LEAST_SLOTS + max(0, min(wanted_slots(config) - LEAST_SLOTS, int(SLOTS_SHARE * free) // slot))
     free -= (slots - LEAST_SLOTS) * slot
     ring, held, resident = spine.spend(spine.least_nbytes + free)
     resident_nbytes = spine.kept_nbytes(resident)

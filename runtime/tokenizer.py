@@ -127,6 +127,9 @@ class StreamDecoder:
 def _pieces(text: str) -> abc.Iterator[str]:
     for start in range(0, len(text), MAX_SLICE):
         piece = text[start : start + MAX_SLICE]
+        if len(piece) <= MAX_RUN:
+            yield piece
+            continue
         begun = 0
         for run in _RUNS.finditer(piece):
             for cut in range(run.start() + MAX_RUN, run.end(), MAX_RUN):

@@ -88,6 +88,11 @@ def kill_fetches() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def kill_batches() -> ModuleType:
+    return load(ROOT / "tools" / "kill_batches.py")
+
+
+@pytest.fixture(scope="session")
 def range_server() -> ModuleType:
     return load(ROOT / "tests" / "faults" / "faulty_range_server.py")
 

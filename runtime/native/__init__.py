@@ -5,10 +5,10 @@ The network and its file layout mirror `runtime.reference`, the plain implementa
 nor on how much of the model is in memory.
 """
 
-from deltafin.runtime.native.opening import open_native
+from deltafin.runtime.native.opening import choose_packs, open_native
 from deltafin.runtime.native.passes import Native
 
 # The version of the arithmetic: it changes with any bit of any result, so that no saved state outlives a change.
 ARITHMETIC = 1
 
-__all__ = ["ARITHMETIC", "Native", "open_native"]
+__all__ = ["ARITHMETIC", "Native", "choose_packs", "open_native"]

@@ -35,7 +35,7 @@ def open_native(
             raise BadRequest(f"threads is {threads!r}; expected 1 to {MOST_THREADS}")
         _math.set_threads(threads)
     config = store.catalog.config
-    packs = _packs(store, spine)
+    packs = choose_packs(store, spine)
     layers = spine_pieces(store.catalog, lambda layer: matrices(config, layer), packs)
     if plan is None:
         plan = plan_memory(_budget(ram), store.catalog, layers, want or Want(), _math.threads())
@@ -55,7 +55,7 @@ def _budget(ram: int | None) -> int:
     return ram
 
 
-def _packs(store: Store, spine: str | PackSet | None) -> PackSet | None:
+def choose_packs(store: Store, spine: str | PackSet | None) -> PackSet | None:
     """The packs to use. Unasked, those that are as released and have most layers; of two complete sets the smaller."""
     if isinstance(spine, PackSet):
         return spine

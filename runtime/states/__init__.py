@@ -7,7 +7,7 @@ or arithmetic is never used. Formats: docs/state.md. States are the native kerne
 know when a state is worth keeping.
 """
 
-from deltafin.runtime.states.identifying import Identity, identity
+from deltafin.runtime.states.identifying import Identity, identity, identity_of
 from deltafin.runtime.states.layout import state_nbytes
 from deltafin.runtime.states.prefixes import PrefixStats, PrefixStore, PrefixWriter
 from deltafin.runtime.states.saving import Saved, load_state, save_state
@@ -19,6 +19,7 @@ __all__ = [
     "PrefixWriter",
     "Saved",
     "identity",
+    "identity_of",
     "load_state",
     "save_state",
     "state_nbytes",

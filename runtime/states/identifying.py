@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deltafin.errors import BadRequest
 from deltafin.runtime.model import Model
 from deltafin.runtime.native import ARITHMETIC
-from deltafin.store import Weights, weights_of
+from deltafin.store import PackSet, Store, Weights, weights_of
 
 VERSION = 1  # of the file format
 
@@ -48,11 +48,19 @@ def identity(model: Model) -> Identity:
     return Identity(weights_of(model.store), _spine(model))
 
 
+def identity_of(store: Store, packs: PackSet | None) -> Identity:
+    """`identity`, before there is a model: of one whose spine is taken from `packs`; None is the released bytes."""
+    return Identity(weights_of(store), _spine_class(packs, store.catalog.config.num_layers))
+
+
 def _spine(model: Model) -> str:
-    packs = model.packs
-    if packs is None or model.as_released:
+    return _spine_class(model.packs, model.config.num_layers)
+
+
+def _spine_class(packs: PackSet | None, num_layers: int) -> str:
+    if packs is None or packs.format.as_released:
         return RELEASED
     layers = sorted(packs.packs)
-    if len(layers) == model.config.num_layers:
+    if len(layers) == num_layers:
         return str(packs.format)
     return f"{packs.format} in layers {','.join(map(str, layers))}"

@@ -40,14 +40,18 @@ def test_the_version_is_the_packages(name):
 
 
 def test_every_subcommand_has_help_with_an_example_and_says_what_its_options_do():
+    from deltafin.cli.batch import batch
     from deltafin.cli.bench import bench
     from deltafin.cli.fetch import fetch
     from deltafin.cli.index import index
     from deltafin.cli.plan import plan
     from deltafin.cli.run import run
+    from deltafin.cli.score import score
 
     commands = [
         run,
+        batch,
+        score,
         *plan.commands.values(),
         *bench.commands.values(),
         *fetch.commands.values(),
