@@ -23,7 +23,6 @@ class Outcome:
     finish: Literal["stop", "length", "tool_calls"] | None = None  # None: interrupted
     first_token_s: float = 0.0
     total_s: float = 0.0
-    passes: int = 0
     drafted: int = 0  # tokens that were guessed and checked
     accepted: int = 0  # of these
     drafts: GateSummary | None = None  # None: nothing was to be guessed
@@ -131,7 +130,6 @@ class Answering:
         try:
             while runner.active:
                 for step in runner.step(self._watch):
-                    outcome.passes += 1
                     outcome.drafted += step.drafted
                     outcome.accepted += step.accepted
                     if step.new and step.new[-1].token in self._stop_ids:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +14,7 @@ from deltafin.cli.chat_options import ChatOptions
 from deltafin.cli.chat_screen import ChatScreen
 from deltafin.cli.options import print_json
 from deltafin.cli.prompts import json_file
-from deltafin.cli.run_settings import RunSettings
+from deltafin.cli.run_settings import RunSettings, saving_at_the_end
 from deltafin.cli.run_stats import print_stats, run_as_json
 from deltafin.errors import BadRequest, DeltafinError
 from deltafin.runtime.chat import Conversation, Dialogue, SystemMessage, UserMessage, from_openai, thinking_of, tools_of
@@ -62,30 +61,36 @@ class ChatJob:
             raise BadRequest("--json needs a question: give one with --prompt, --prompt-file, --messages or -")
 
     def read(self, tokenizer: Tokenizer | None) -> int:
-        """How many tokens the first prompt has."""
+        """How many tokens the first prompt has; of one that is still to be typed, for how many a pass is made."""
+        from deltafin.runtime import Want
+
         if tokenizer is None:
             raise BadRequest("this model has no tokenizer, so it cannot chat; give --prompt-ids without --chat")
-        return len(Dialogue(tokenizer, self._conversation).prompt())
+        rows = len(Dialogue(tokenizer, self._conversation).prompt())
+        return rows if self._asked else max(rows, Want().rows)
 
     def run(self, engine: Model, how: Choosing) -> None:
         from deltafin.cli.talk import Talk
 
         settings = self._settings
         screen = ChatScreen(quiet=settings.as_json, hide_thinking=self._options.hide_thinking)
-        with ExitStack() as stack:
-            talk = stack.enter_context(Talk(engine, self._conversation, how, settings, screen))
-            if settings.states.save_state is not None:
-                stack.callback(_save, talk, settings.states.save_state)
-            if self._asked:
-                answer = talk.ask()
-                if answer is None:
-                    raise KeyboardInterrupt
-                if settings.as_json:
-                    print_json({**run_as_json(engine, talk.prompt, talk.outcome, how.sampling), **_json(answer)})
-            else:
-                self._converse(engine, talk)
+        with (
+            Talk(engine, self._conversation, how, settings, screen) as talk,
+            saving_at_the_end(lambda path: _save(talk, path), settings.states),
+        ):
+            self._talk(engine, talk, how)
         if settings.stats:
             print_stats(engine, talk.given, talk.outcome, None, talk.lines())
+
+    def _talk(self, engine: Model, talk: Talk, how: Choosing) -> None:
+        if not self._asked:
+            self._converse(engine, talk)
+            return
+        answer = talk.ask()
+        if answer is None:
+            raise KeyboardInterrupt
+        if self._settings.as_json:
+            print_json({**run_as_json(engine, talk.prompt, talk.outcome, how.sampling), **_json(answer)})
 
     def _converse(self, engine: Model, talk: Talk) -> None:
         reader = MessageReader()
@@ -101,7 +106,7 @@ class ChatJob:
                     _turns(talk, reader, UserMessage(message))
             except Leave:
                 return
-            except (BadRequest, DeltafinError) as e:
+            except DeltafinError as e:
                 if not reader.terminal:
                     raise
                 click.echo(f"df-run: {e}", err=True)
@@ -138,7 +143,7 @@ def _turns(talk: Talk, reader: MessageReader, message: Message) -> None:
 
 
 def _save(talk: Talk, path: Path) -> None:
-    """At the end, also of an interruption: what was computed is what is saved."""
+    """What was said up to the last answer, if anything."""
     if talk.started:
         talk.save(path)
 

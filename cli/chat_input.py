@@ -6,6 +6,8 @@ import sys
 
 import click
 
+from deltafin.errors import BadRequest
+
 BLOCK = '"""'
 
 
@@ -29,7 +31,10 @@ class MessageReader:
                 pass
 
     def message(self, prompt: str = "> ") -> str:
-        """The next one. Raises Leave at the end of input; KeyboardInterrupt for a second Ctrl-C in a row."""
+        """The next one.
+
+        Raises Leave at the end of input, KeyboardInterrupt for a second Ctrl-C in a row, BadRequest for no text at all.
+        """
         while True:
             try:
                 text = self._message(prompt)
@@ -39,6 +44,8 @@ class MessageReader:
                 self._interrupted = True
                 click.echo("\n(Ctrl-C again, Ctrl-D or /exit leaves)", err=True)
                 continue
+            except UnicodeDecodeError as e:
+                raise BadRequest(f"what was typed is not {e.encoding.upper()} (byte {e.start})") from None
             self._interrupted = False
             return text
 

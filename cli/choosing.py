@@ -42,8 +42,8 @@ _options = options(
     click.option(
         "--draft",
         type=click.Choice(["ngram", "none"]),
-        help="Guess tokens from what was said before and check several in a pass, where that pays. "
-        "Changes no token (default: ngram, but none where guesses would be fetched, and with --trace).",
+        help="Guess tokens from what was said before and check several in a pass, where that pays. On the CPU it "
+        "changes no token (default: ngram, but none where guesses would be fetched, with --trace, and with torch).",
     ),
     click.option(
         "--draft-depth", type=click.IntRange(min=1), metavar="N", help="Most tokens guessed at a time (default: 4)."
@@ -81,9 +81,13 @@ class Choosing:
     depth: int  # most tokens guessed at a time; 0: none
     asked: bool  # whether guessing was asked for
 
-    def beside(self, store: Store) -> Choosing:
-        """For this store: unasked, nothing is guessed where experts would be fetched for it that nobody may need."""
-        return self if self.asked or not store.may_fetch else replace(self, depth=0)
+    def beside(self, store: Store, device: str) -> Choosing:
+        """For this store and device.
+
+        Unasked, nothing is guessed where experts would be fetched for it that nobody may need; nor with torch, which
+        has no times to say what pays, and whose rows may depend on their company in the last bit.
+        """
+        return self if self.asked or not (store.may_fetch or device != "cpu") else replace(self, depth=0)
 
     def new_draft(self) -> Draft | None:
         from deltafin.runtime import NGram

@@ -143,7 +143,7 @@ def run(
         from deltafin.runtime import Model, Want, load_tokenizer  # reading the options comes first: this imports much
 
         tokenizer = load_tokenizer(store)
-        how = how.beside(store)
+        how = how.beside(store, device)
         rows = job.read(tokenizer)
         # More tokens than the model has positions are refused later, by what they are and not by what they would take.
         tokens = min(rows + new, store.catalog.config.max_positions)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from deltafin.cli.options import ByteSize, gathered, options
+from deltafin.errors import DeltafinError
 
 _options = options(
     click.option(
@@ -56,3 +58,19 @@ class RunSettings:
     as_json: bool
     stats: bool
     trace: Path | None
+
+
+@contextmanager
+def saving_at_the_end(save: Callable[[Path], None], states: StateOptions) -> Iterator[None]:
+    """Does what --save-state asks for, also after a failure or an interruption, which its own failure never hides."""
+    try:
+        yield
+    except BaseException:
+        try:
+            if states.save_state is not None:
+                save(states.save_state)
+        except DeltafinError as e:
+            click.echo(f"df-run: {e}", err=True)
+        raise
+    if states.save_state is not None:
+        save(states.save_state)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from deltafin.cli.answering import Answering, Screen, TextReader
 from deltafin.cli.options import print_json
 from deltafin.cli.prompts import token_ids
-from deltafin.cli.run_settings import RunSettings
+from deltafin.cli.run_settings import RunSettings, saving_at_the_end
 from deltafin.cli.run_stats import compare_with_plan, print_stats, run_as_json
 from deltafin.errors import BadRequest
 
@@ -61,7 +61,6 @@ class TextJob:
         from deltafin.cli.watch import Watch
         from deltafin.runtime import Gate, Generation
 
-        states = self._settings.states
         screen = Screen(quiet=self._settings.as_json)
         reader = TextReader(engine.tokenizer, how.stops, screen, as_ids=self._as_ids)
         watch = Watch(engine.store, trace, screen)
@@ -75,12 +74,11 @@ class TextJob:
             depth=how.depth,
             ends=answering.ends,
         )
-        try:
-            answering.run(engine, generation)
-        finally:
-            reader.finish()
-            if states.save_state is not None:
-                _save(engine, generation, states.save_state)
+        with saving_at_the_end(lambda path: _save(engine, generation, path), self._settings.states):
+            try:
+                answering.run(engine, generation)
+            finally:
+                reader.finish()
         return answering, reader.text
 
     def _saved(self, engine: Model) -> Saved | None:
@@ -92,9 +90,11 @@ class TextJob:
 
 
 def _save(engine: Model, generation: Generation, path: Path) -> None:
-    """Also after an interruption: what was computed so far is what is saved. A stop token is no part of the text."""
+    """What was computed so far, if anything. A stop token is no part of the text."""
     from deltafin.runtime.states import save_state
 
+    if not len(generation.seq):
+        return
     pending = generation.pending
     if generation.finish == "stop" and pending[-1] in engine.stop_ids:
         pending.pop()

@@ -57,7 +57,6 @@ class Talk:
         self._prefixes = PrefixStore(keep) if engine.memory is not None or keep is not None else None
         self._gate = Gate()
         self._seq: Sequence | None = None
-        self._first = conversation
         path = settings.states.load_state
         if path is None:
             self._dialogue = Dialogue(self._tokenizer, conversation)
@@ -76,12 +75,12 @@ class Talk:
 
     @property
     def started(self) -> bool:
-        """Whether there is anything to save."""
-        return self._seq is not None and len(self._seq) > 0
+        """Whether there is anything to save: an answer, if only the beginning of one."""
+        return bool(self._dialogue.ids)
 
     def restart(self, conversation: Conversation) -> None:
         """Begins a new conversation; the old one is forgotten."""
-        self._seq, self._first = None, conversation
+        self._seq = None
         self._dialogue = Dialogue(self._tokenizer, conversation)
 
     def ask(self, *messages: Message) -> Answer | None:
@@ -90,30 +89,32 @@ class Talk:
         An answer of which nothing had come leaves no trace, nor does its question.
         """
         before = self._dialogue.conversation
-        self._dialogue.add(*messages)
-        self.prompt = self._dialogue.prompt()
-        reader = _Reader(self._dialogue.parser(), self._how.stops, self._screen)
         try:
-            self._answer(reader)
-        except KeyboardInterrupt:
-            self._engine.store.resume()
-            if not reader.parser.ids:
-                self._dialogue.conversation = before
-                return None
+            self._dialogue.add(*messages)
+            self.prompt = self._dialogue.prompt()
+            reader = self._read_answer()
         except BaseException:
             self._dialogue.conversation = before
             raise
-        finally:
-            reader.finish()
+        if self.outcome.finish is None and not reader.parser.ids:
+            self._dialogue.conversation = before
+            return None
         self._dialogue.answered(reader.parser)
         self._keep()
         return reader.answer if self.outcome.finish is not None else None
 
     def save(self, path: Path) -> int:
-        """Writes the conversation's state; returns its bytes."""
-        if self._seq is None or not len(self._seq):
+        """Writes the state of the conversation up to its last answer; returns its bytes."""
+        ids = self._dialogue.ids
+        if not ids:
             raise BadRequest(f"{path}: nothing was said yet, so there is nothing to save")
-        return save_state(path, self._engine, self._seq, self._dialogue.ids[len(self._seq) :])
+        seq = self._seq = self._known(ids, len(ids))
+        if seq is None:
+            raise BadRequest(
+                f"{path}: the last question was not answered, and the state before it is not kept; "
+                "ask again, then save, or allow --keep-states"
+            )
+        return save_state(path, self._engine, seq, ids[len(seq) :])
 
     def lines(self) -> list[str]:
         """For --stats: what states did."""
@@ -128,9 +129,21 @@ class Talk:
             with suppress(KeyboardInterrupt):
                 self._prefixes.keep(self._engine, self._seq)
 
+    def _read_answer(self) -> _Reader:
+        """As far as it comes before an interruption."""
+        reader = _Reader(self._dialogue.parser(), self._how.stops, self._screen)
+        self.outcome = Outcome()
+        try:
+            self._answer(reader)
+        except KeyboardInterrupt:
+            self._engine.store.resume()
+        finally:
+            reader.finish()
+        return reader
+
     def _answer(self, reader: _Reader) -> None:
         engine, how = self._engine, self._how
-        seq = self._seq = self._sequence()
+        seq = self._seq = self._known(self.prompt, len(self.prompt) - 1) or self._engine.sequence()
         ids = self.prompt[len(seq) :]
         self.given = len(ids)
         watch = Watch(engine.store, self._trace, self._screen)
@@ -151,14 +164,12 @@ class Talk:
         if answering.outcome.finish == "length":
             click.echo(f"\ndf-run: cut after --max-new {self._settings.max_new} tokens", err=True)
 
-    def _sequence(self) -> Sequence:
-        """One that has seen a beginning of the prompt: this conversation's own, or the longest that was kept."""
-        own = self._seq
-        if own is not None and 0 < len(own) < len(self.prompt) and own.ids == self.prompt[: len(own)]:
-            return own
-        self._seq = None  # its memory is wanted
-        found = self._prefixes.longest(self._engine, self.prompt) if self._prefixes is not None else None
-        return found or self._engine.sequence()
+    def _known(self, ids: list[int], most: int) -> Sequence | None:
+        """A sequence that has seen a beginning of `ids`, of at most so many: this conversation's own, or a kept one."""
+        if self._seq is not None and 0 < len(self._seq) <= most and self._seq.ids == ids[: len(self._seq)]:
+            return self._seq
+        self._seq = None  # what it has seen was not answered, and its memory is wanted
+        return self._prefixes.longest(self._engine, ids) if self._prefixes is not None else None
 
     def _checkpoint(self, known: int, stack: ExitStack) -> Checkpoint | None:
         """Keeps the state at the end of what conversations share, if it is computed now."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -40,7 +41,9 @@ class Generation:
     """One answer. `chosen` grows with every step of its `Runner`, until `finish` says why it is over.
 
     The last chosen token is never fed: `seq` then holds everything before it, and whoever goes on begins with it.
-    After a step that failed, or was interrupted, the next one goes on where this one stood.
+    After a step that failed, or was interrupted, the next one goes on where this one stood. (In the moment between a
+    pass and the first choice an interrupt loses what there was to choose from. Then the next step says so, and a new
+    `Generation` with `so_far` goes on.)
     """
 
     def __init__(
@@ -89,7 +92,6 @@ class Generation:
         self._checkpoint = checkpoint
         self._before = seq.ids if draft is not None else []  # what a draft sees besides the tokens of this answer
         self._start = len(seq)
-        self._tokens = list(ids)  # the prompt, and every chosen token
         for chosen in so_far:
             if self.finish is None:
                 self._add(chosen)
@@ -106,47 +108,48 @@ class Generation:
     @property
     def pending(self) -> list[int]:
         """The tokens that are not fed yet: the rest of the prompt, or the last chosen one."""
-        return self._tokens[len(self.seq) - self._start :]
+        return self._after(len(self.seq) - self._start)
 
     @property
     def waiting(self) -> int:
         """How many tokens are to be fed before the next one can be chosen: one, but for prompts."""
-        return len(self._tokens) - (len(self.seq) - self._start)
+        return len(self.ids) + len(self.chosen) - (len(self.seq) - self._start)
 
     def segment(self, room: int | None, most_drafted: int) -> Segment:
         """What the next pass is to compute of this answer: at most `room` rows, at least one.
 
-        Proposals, at most `most_drafted`, only come where nothing else is waiting.
+        Proposals, at most `most_drafted`, only come where nothing else is waiting, and no checkpoint is ahead.
         """
         at = len(self.seq) - self._start
-        waiting = self._tokens[at:]
+        waiting = self._after(at)
         if room is not None and len(waiting) > room:
             return Segment(self.seq, waiting[:room], tail=0, checkpoint=self._mark(at, room))
         left = self.max_new - len(self.chosen) - 1
-        most = min(most_drafted, self.depth, left, len(waiting) if room is None else room - len(waiting))
+        most = min(most_drafted, self.depth, left)
+        most = most if room is None else min(most, room - len(waiting))
+        if (mark := self._mark(at, len(waiting))) is not None:
+            return Segment(self.seq, waiting, checkpoint=mark)
         drafted: abc.Sequence[int] = ()
-        if self.draft is not None and most > 0 and len(waiting) == 1:
+        if self.draft is not None and most > 0 and len(waiting) == 1 and self._checkpoint is None:
             drafted = self._proposals(most)
-        ids = [*waiting, *drafted]
-        return Segment(self.seq, ids, tail=1 + len(drafted), drafted=len(drafted), checkpoint=self._mark(at, len(ids)))
+        return Segment(self.seq, [*waiting, *drafted], tail=1 + len(drafted), drafted=len(drafted))
 
     def take(self, segment: Segment, logits: Floats) -> list[Chosen]:
         """The tokens that come of a pass, given `logits` [tail, vocab] of its segment; none if the prompt goes on."""
         drafted = segment.ids[len(segment) - segment.drafted :]
         new: list[Chosen] = []
         for row, values in enumerate(logits):
-            position = self._start + len(self._tokens)
+            position = self._start + len(self.ids) + len(self.chosen)
             self._add(self._sampler.choose(values, position))
             new.append(self.chosen[-1])
             if self.finish is not None or row == len(drafted) or new[-1].token != drafted[row]:
                 break
-        if segment.drafted:
+        if self.seq.undecided_rows:  # else somebody asked for the state meanwhile, and what was chosen is fed again
             self.seq.accept(len(new) - 1)
         return new
 
     def _add(self, chosen: Chosen) -> None:
         self.chosen.append(chosen)
-        self._tokens.append(chosen.token)
         if chosen.token in self._stop_ids or (self._ends is not None and self._ends(chosen)):
             self.finish = "stop"
         elif len(self.chosen) >= self.max_new:
@@ -155,10 +158,14 @@ class Generation:
     def _proposals(self, most: int) -> abc.Sequence[int]:
         assert self.draft is not None
         vocab_size = self._sampler.vocab_size
-        self._before += self._tokens[len(self._before) - self._start :]
+        self._before += self._after(len(self._before) - self._start)
         found = list(self.draft.propose(self._before, most))[:most]
         # A draft may propose what it likes; what is no token at all only ends its proposal.
         return found[: next((n for n, token in enumerate(found) if not 0 <= token < vocab_size), len(found))]
+
+    def _after(self, count: int) -> list[int]:
+        """The tokens of prompt and answer after the first `count`."""
+        return [*self.ids[count:], *(c.token for c in self.chosen[max(0, count - len(self.ids)) :])]
 
     def _mark(self, at: int, count: int) -> Checkpoint | None:
         """The checkpoint if it lies in the next `count` tokens; once only, since its sink takes a state once."""
@@ -179,6 +186,20 @@ class Step:
     accepted: int = 0  # of these
 
 
+@dataclass(frozen=True, slots=True)
+class _Ride:
+    """What a pass computed for one answer."""
+
+    generation: Generation
+    segment: Segment
+    logits: Floats  # [tail, vocab]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing was chosen from it yet."""
+        return self.generation.waiting == 0 or not self.segment.tail
+
+
 class Runner:
     """The answers of one model that ride together: one step is one pass for all of them.
 
@@ -192,9 +213,11 @@ class Runner:
         self.gate = gate
         self.active: list[Generation] = []
         self._drafts_fit = True  # into memory
+        self._rides: list[_Ride] = []  # of the last pass, until all have what came of it
 
     def add(self, generation: Generation) -> None:
-        assert generation.seq.owner is self.model
+        if generation.seq.owner is not self.model:
+            raise BadRequest("an answer's sequence belongs to another model; add it to a runner of that one")
         if generation.finish is None:
             self.active.append(generation)
 
@@ -203,7 +226,14 @@ class Runner:
         self.active.remove(generation)
 
     def step(self, observer: Observer | None = None) -> list[Step]:
-        """One pass; what came of it for each answer that was in it. Those that are finished have left."""
+        """One pass; what came of it for each answer that was in it. Those that are finished have left.
+
+        After a step that was interrupted while tokens were chosen, this first chooses those that it left open.
+        """
+        self.active = [g for g in self.active if g.finish is None]
+        if any(ride.is_open and ride.generation in self.active for ride in self._rides):
+            return self._take()
+        self._rides = []
         segments = self._segments()
         if not segments:
             return []
@@ -215,15 +245,21 @@ class Runner:
                 raise
             log.warning("%s; going on without proposals", e)
             self._drafts_fit = False
-            segments = self._segments()
+            segments = [(generation, _undrafted(segment)) for generation, segment in segments]
             logits = self._forward(segments, experts, observer)
-        steps, at = [], 0
-        for generation, segment in segments:
-            new = generation.take(segment, logits[at : at + segment.tail])
-            steps.append(Step(generation, new, segment.drafted, max(0, len(new) - 1)))
-            at += segment.tail
-        self.active = [g for g in self.active if g.finish is None]
+        self._rides = _rides(segments, logits)
+        steps = self._take()
         self._tell_gate(steps, segments, experts)
+        return steps
+
+    def _take(self) -> list[Step]:
+        steps = []
+        for ride in self._rides:
+            if ride.is_open and ride.generation in self.active:
+                new = ride.generation.take(ride.segment, ride.logits)
+                steps.append(Step(ride.generation, new, ride.segment.drafted, max(0, len(new) - 1)))
+        self._rides = []
+        self.active = [g for g in self.active if g.finish is None]
         return steps
 
     def _forward(
@@ -249,6 +285,11 @@ class Runner:
     def _segments(self) -> list[tuple[Generation, Segment]]:
         # Short ones first: a row each is what keeps answers going.
         waiting = sorted(self.active, key=lambda g: min(g.waiting, 2))
+        if any(g.waiting == 0 for g in waiting):
+            raise BadRequest(
+                "an answer lost what was computed for its next token when a step was interrupted; begin it anew, with "
+                "so_far=its chosen tokens"
+            )
         room, segments, depth = self.model.most_rows, [], self._depth()
         for number, generation in enumerate(waiting):
             if generation.waiting > 1 and room == 0:
@@ -266,3 +307,15 @@ class Runner:
         if not self._drafts_fit or asked == 0:
             return 0
         return asked if self.gate is None else self.gate.depth(asked)
+
+
+def _rides(segments: list[tuple[Generation, Segment]], logits: Floats) -> list[_Ride]:
+    ends = accumulate(segment.tail for _, segment in segments)
+    return [_Ride(g, s, logits[end - s.tail : end]) for (g, s), end in zip(segments, ends, strict=True)]
+
+
+def _undrafted(segment: Segment) -> Segment:
+    """The same without its proposals."""
+    if not segment.drafted:
+        return segment
+    return replace(segment, ids=segment.ids[: len(segment) - segment.drafted], tail=1, drafted=0)

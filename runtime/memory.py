@@ -65,6 +65,7 @@ class MemoryPlan:
     sequences: int
     rows: int  # how many a pass may have
     rows_nbytes: int
+    logits_rows: int  # of how many rows logits are in `program`
     spine_layers: int  # the globals with the head count as one
     resident: tuple[int, ...]  # the layers that stay
     resident_nbytes: int
@@ -222,8 +223,12 @@ def _fixed_nbytes(config: ModelConfig, want: Want, threads: int) -> int:
         + OVERHEAD_NBYTES
         + (threads << 20)  # scratch of the kernels
         + absorbed
-        + 2 * logits_nbytes(config) * want.sequences * (1 + want.drafts)
+        + 2 * logits_nbytes(config) * _logits_rows(want)  # the last pass's may still be in use
     )
+
+
+def _logits_rows(want: Want) -> int:
+    return want.sequences * (1 + want.drafts)
 
 
 # ---- the plan ------------------------------------------------------------------------------------------
@@ -276,13 +281,24 @@ class _Needs:
 
 
 def plan_memory(budget: int, catalog: Planned, layers: Sequence[LayerPieces], want: Want, threads: int) -> MemoryPlan:
-    """Spends `budget` bytes on the spine's `layers`, experts and rows. Raises BadRequest if it is too small."""
-    config = catalog.config
+    """Spends `budget` bytes on the spine's `layers`, experts and rows. Raises BadRequest if it is too small.
+
+    Proposals only save time: where a pass would not hold all their rows, nothing is spent on them.
+    """
     needs = _Needs(catalog, layers, want, threads)
-    if want.drafts and budget < needs.least:  # proposals only save time
+    if want.drafts and budget >= needs.least:
+        found = _spend(budget, catalog, want, layers, needs)
+        if found.rows >= min(want.rows, want.sequences * (1 + want.drafts)):
+            return found
+    if want.drafts:
         want = replace(want, drafts=0)
         needs = _Needs(catalog, layers, want, threads)
     needs.check(budget)
+    return _spend(budget, catalog, want, layers, needs)
+
+
+def _spend(budget: int, catalog: Planned, want: Want, layers: Sequence[LayerPieces], needs: _Needs) -> MemoryPlan:
+    config = catalog.config
     slot, row, spine = needs.slot, needs.row, needs.spine
     free = budget - needs.least
     rows, between = _rows(needs, want, free)
@@ -301,6 +317,7 @@ def plan_memory(budget: int, catalog: Planned, layers: Sequence[LayerPieces], wa
         sequences=needs.sequences + between,
         rows=rows,
         rows_nbytes=rows * row,
+        logits_rows=_logits_rows(want),
         spine_layers=len(layers),
         resident=resident,
         resident_nbytes=resident_nbytes,

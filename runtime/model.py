@@ -168,8 +168,9 @@ class Model:
         self._make_room([], "none", True, tokens)
 
     def fork(self, seq: Sequence) -> Sequence:
-        """A second conversation that begins as `seq` is now; copies its state."""
+        """A second conversation that begins as `seq` is now; copies its state. Raises NoMemory."""
         self._check_owner([seq])
+        self.make_room(len(seq))
         return self._sequence(self._backend.copied(seq.state), seq.ids)
 
     def _sequence(self, state: object, ids: abc.Sequence[int]) -> Sequence:
@@ -220,9 +221,9 @@ class Model:
         self._check_owner([segment.seq for segment in segments])
         if not advance and any(segment.drafted for segment in segments):
             raise BadRequest("proposals have no effect where no sequence advances; leave them out")
-        if not self._passing.acquire(blocking=False):
+        if self._passing.locked():
             raise BadRequest("another pass of this model is under way; passes of one model come one after the other")
-        try:
+        with self._passing:  # not `acquire` and `try`: an interrupt between the two would leave it locked
             self._make_room(segments, logits, advance)
             values, states = self._passes(segments, logits, advance, observer)
             if advance:
@@ -232,8 +233,6 @@ class Model:
                 commit.done = True
                 for segment in segments:
                     segment.seq.settle()
-        finally:
-            self._passing.release()
         if values is None and logits == "tails":
             return np.empty((0, self.config.vocab_size), np.float32)
         return values
@@ -253,7 +252,10 @@ class Model:
         growth = {id(s.seq): len(s) for s in segments} if advance else {}
         lengths = [len(seq) + growth.get(id(seq), 0) for seq in self._live] + [restored] * (restored > 0)
         wanted = sum(sequence_nbytes(self.config, tokens) for tokens in lengths if tokens)
-        wanted += replay_nbytes(self.config) * sum(len(s) for s in segments if s.drafted)
+        taken = {id(s.seq) for s in segments}  # what they have undecided is let go before the pass
+        kept = sum(len(s) for s in segments if s.drafted)
+        kept += sum(seq.undecided_rows for seq in self._live if id(seq) not in taken)
+        wanted += replay_nbytes(self.config) * kept
         # Between two passes of one forward there is a third state; that of a sequence not begun yet takes nothing.
         parts = Counter(number for pieces in cut(segments, plan.rows) for number, _ in pieces)
         split = [segments[number] for number, count in parts.items() if count > 1]
@@ -261,10 +263,10 @@ class Model:
             wanted += kda_state_nbytes(self.config) * sum(1 for s in split if len(s.seq))
         else:  # one after the other
             wanted += max((divided_nbytes(self.config, len(s.seq) + len(s)) for s in split), default=0)
-        if logits in ("all", "tails"):  # the result, and that of one pass beside it
-            # One row a sequence is in the plan.
-            rows = sum(len(s) if logits == "all" else max(0, s.tail - 1) for s in segments)
-            wanted += logits_nbytes(self.config) * (rows + (min(rows, plan.rows) if rows > plan.rows else 0))
+        # Of the result, and if it takes several passes of one of them beside it. As many rows are in the plan, twice.
+        rows = sum({"all": len(s), "last": 1, "tails": s.tail}.get(logits, 0) for s in segments)
+        beside = min(rows, plan.rows) if rows > plan.rows else 0
+        wanted += logits_nbytes(self.config) * sum(max(0, n - plan.logits_rows) for n in (rows, beside))
         have = plan.sequences + plan.budget - plan.total + self._shed_nbytes
         lacking = wanted - have
         if lacking <= 0:

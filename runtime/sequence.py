@@ -23,6 +23,7 @@ class _Version:
     state: object
     commit: Commit
     drafted: int = 0  # ids beyond `length` that were proposals; `state` is then what decides between them
+    rows: int = 0  # that are kept for that
 
 
 class Sequence:
@@ -64,6 +65,11 @@ class Sequence:
             self.accept(0)
         return self._version.state
 
+    @property
+    def undecided_rows(self) -> int:
+        """How many rows of the last pass are kept until `accept`, or whatever asks for the state, lets go of them."""
+        return self._version.rows
+
     def accept(self, count: int) -> None:
         """Keep the first `count` proposals of the last pass as fed, and forget the others.
 
@@ -86,7 +92,8 @@ class Sequence:
         # Kept as the version to fall back to: an interrupt may have come before the last pass was settled.
         self._committed = committed = self._version
         self._ids[committed.length :] = ids
-        self._offered = _Version(committed.length + len(ids) - drafted, state, commit, drafted)
+        rows = len(ids) if drafted else 0
+        self._offered = _Version(committed.length + len(ids) - drafted, state, commit, drafted, rows)
 
     def settle(self) -> None:
         """Let go of the state before the last pass, or of the one that a failed pass offered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -13,6 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+
+from deltafin.cli.chat_input import MessageReader
+from deltafin.cli.choosing import Choosing
+from deltafin.errors import BadRequest, NetworkError
+from deltafin.runtime import Sampling
+from deltafin.store import open_store
 
 JAPAN = "What is the capital of Japan?"
 TOKYO = "The capital of Japan is Tokyo.\n"
@@ -100,6 +107,19 @@ def test_each_turn_is_what_the_whole_conversation_would_give(ask, tmp_path):
     assert ask(None, *options).out == second + "\n"
 
 
+def test_a_long_message_that_is_typed_takes_one_pass(ask):
+    lines = f"{'one two three ' * 100}\n".encode()
+    done = ask(None, "--max-new", 2, "--draft", "none", "--keep-states", 0, "--stats", stdin=lines)
+    assert "passes    2, " in done.err
+
+
+def test_torch_guesses_only_if_it_is_asked_to(tiny_dir, tmp_path):
+    """It has no times that say what pays, and promises no bits."""
+    with open_store(str(tiny_dir), cache_dir=tmp_path) as store:
+        for device, asked, depth in (("cpu", False, 4), ("torch", False, 0), ("cuda", False, 0), ("torch", True, 4)):
+            assert Choosing(Sampling(), (), depth=4, asked=asked).beside(store, device).depth == depth
+
+
 def test_a_stop_string_ends_the_answer_before_it(ask):
     done = ask(JAPAN, "--stop", " is")
     assert (done.out, done.err) == ("The capital of Japan\n", "")
@@ -179,6 +199,23 @@ def test_saved_texts_go_on_as_if_they_had_never_stopped(df, tmp_path):
     _refused(df("df-run", "demo", "--load-state", tmp_path / "none", "--max-new", 1), "no such state", status=1)
     file.write_bytes(file.read_bytes()[:-100])
     _refused(df("df-run", "demo", "--load-state", file, "--max-new", 1), status=1)
+
+
+def test_a_run_that_fails_before_its_first_token_says_why_and_saves_nothing(df, tmp_path, monkeypatch):
+    def forward(*_args, **_keywords):
+        raise NetworkError("no network")
+
+    monkeypatch.setattr("deltafin.runtime.Model.forward", forward)
+    for how in ((), ("--chat",)):
+        done = df("df-run", "demo", "--prompt", "One, two", *how, "--save-state", tmp_path / "state")
+        assert (done.status, done.err) == (1, "df-run: no network\n")
+        assert not (tmp_path / "state").exists()
+
+
+def test_what_is_typed_in_another_encoding_is_one_line(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nWho?\n"), encoding="utf-8"))
+    with pytest.raises(BadRequest, match=r"not UTF-8 \(byte 3\)"):
+        MessageReader().message()
 
 
 def test_a_seed_gives_the_same_text_and_guesses_change_nothing(df):

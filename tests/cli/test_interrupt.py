@@ -145,7 +145,7 @@ def test_ctrl_c_while_indexing_leaves_no_catalog_and_a_second_run_builds_it(star
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 def test_a_reader_that_leaves_ends_df_run_without_a_word(start, options):
-    process = start("df-run", "demo", *STORY[:2], "--max-new", "8", *options)
+    process = start("df-run", "demo", *STORY[:2], "--max-new", "300", *options)
     if options != ["--json"]:
         process.stdout.read(1)
     process.stdout.close()

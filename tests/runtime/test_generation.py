@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltafin.errors import BadRequest
+from deltafin.errors import BadRequest, NoMemory
 from deltafin.runtime import Checkpoint, Generation, Model, Observer, Runner, Sampling, Segment, Want
 from deltafin.runtime.native.kda import KdaState
 
@@ -251,6 +251,86 @@ def test_a_checkpoint_is_the_state_in_the_middle_of_a_prompt(tiny_dir, open_mode
             assert on.chosen == expected.chosen
 
 
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_checkpoint_comes_before_proposals(tiny, alone, at):
+    """One at the end of a prompt of one token, and one in the answer."""
+    expected, sink = alone["greedy"][1], Kept()
+    draft = Parrot([*PROMPTS[1], *expected.tokens], wrong=0)
+    found = answer(tiny, PROMPTS[1], GREEDY, draft=draft, checkpoint=Checkpoint(at, sink))
+    assert found.chosen == expected.chosen
+    kept = tiny.restore([*PROMPTS[1], *expected.tokens][:at], tuple(sink.layers))
+    on = Generation(kept, [expected.tokens[at - 1]], max_new=NEW - at, sampling=GREEDY, stop_ids=())
+    run(tiny, [on])
+    assert on.chosen == expected.chosen[at:]
+
+
+def test_a_checkpoint_comes_although_proposals_beside_it_do_not_fit(tiny_dir, open_model, alone, monkeypatch):
+    with open_model(tiny_dir) as model:
+        real = model.forward
+
+        def forward(segments, **keywords):
+            if any(s.drafted for s in segments):
+                raise NoMemory("too many rows")
+            return real(segments, **keywords)
+
+        monkeypatch.setattr(model, "forward", forward)
+        runner, sink = Runner(model), Kept()
+        expected = alone["greedy"]
+        draft = Parrot([*PROMPTS[1], *expected[1].tokens], wrong=0)
+        runner.add(Generation(model.sequence(), PROMPTS[1], max_new=NEW, sampling=GREEDY, stop_ids=(), draft=draft))
+        runner.add(Generation(model.sequence(), PROMPTS[0], max_new=NEW, stop_ids=(), checkpoint=Checkpoint(4, sink)))
+        first, second = runner.active
+        while runner.active:
+            runner.step()
+        assert len(sink.layers) == model.config.num_layers
+        assert (first.tokens, second.tokens) == (expected[1].tokens, expected[0].tokens)
+
+
+def test_after_an_interrupt_nothing_is_chosen_twice_or_not_at_all(tiny, alone):
+    """Interrupted while tokens are chosen: the first answer has its last one, the third none yet."""
+    expected = alone["greedy"]
+
+    def interrupt(_chosen):
+        if len(second.chosen) == 3:
+            raise KeyboardInterrupt
+        return False
+
+    first = Generation(tiny.sequence(), PROMPTS[0], max_new=4, sampling=GREEDY, stop_ids=())
+    second = Generation(tiny.sequence(), PROMPTS[1], max_new=NEW, sampling=GREEDY, stop_ids=(), ends=interrupt)
+    third = Generation(tiny.sequence(), PROMPTS[3], max_new=NEW, sampling=GREEDY, stop_ids=())
+    runner = Runner(tiny)
+    runner.add(first)
+    runner.step()
+    for generation in (second, third):
+        runner.add(generation)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            runner.step()
+    assert (first.finish, second.finish, third.finish) == ("length", None, None)
+    (left,) = runner.step()
+    assert (left.generation, len(left.new)) == (third, 1)
+    while runner.active:
+        runner.step()
+    assert first.chosen == expected[0].chosen[:4]
+    assert second.chosen == expected[1].chosen
+    assert third.chosen == expected[3].chosen
+
+
+def test_an_answer_that_lost_its_logits_says_so_and_can_be_begun_anew(tiny, alone):
+    expected = alone["greedy"][0]
+    lost = Generation(tiny.sequence(), PROMPTS[0], max_new=NEW, sampling=GREEDY, stop_ids=())
+    runner = Runner(tiny)
+    runner.add(lost)
+    runner.step()
+    tiny.forward([Segment(lost.seq, lost.pending)], logits="none")  # as a pass that was interrupted at its very end
+    with pytest.raises(BadRequest, match="so_far"):
+        runner.step()
+    runner.remove(lost)
+    anew = Generation(tiny.sequence(), PROMPTS[0], max_new=NEW, sampling=GREEDY, stop_ids=(), so_far=lost.chosen)
+    assert run(tiny, [anew]) == NEW - 1
+    assert anew.chosen == expected.chosen
+
+
 def test_a_fork_goes_its_own_way(tiny, alone):
     expected = alone["greedy"][0]
     seq = tiny.sequence()
@@ -287,8 +367,11 @@ def test_torch_decides_on_proposals_too(tiny_torch):
     expected = answer(tiny_torch, PROMPTS[0], Sampling())
     for wrong in (0, 2):
         draft = Parrot([*PROMPTS[0], *expected.tokens], wrong)
-        found = answer(tiny_torch, PROMPTS[0], Sampling(), draft=draft, depth=3)
+        options = {"max_new": NEW, "stop_ids": (), "draft": draft, "depth": 3}
+        found = Generation(tiny_torch.sequence(), PROMPTS[0], **options)
+        steps = run(tiny_torch, [found])
         assert found.tokens == expected.tokens
+        assert wrong or steps == 1 + -(-(NEW - 1) // 4)  # a pass may have any number of rows
 
 
 @pytest.mark.parametrize(
@@ -303,6 +386,11 @@ def test_torch_decides_on_proposals_too(tiny_torch):
 def test_what_makes_no_sense_is_refused(tiny: Model, options, message):
     with pytest.raises(BadRequest, match=message):
         Generation(tiny.sequence(), options.pop("ids", [1]), **{"max_new": 4, **options})
+
+
+def test_an_answer_of_another_model_is_refused(tiny: Model, tiny_torch):
+    with pytest.raises(BadRequest, match="belongs to another model"):
+        Runner(tiny).add(Generation(tiny_torch.sequence(), [1], max_new=1))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from deltafin.errors import BadRequest, NoMemory
 from deltafin.indexer import Sketch, k3_config, parse_config
 from deltafin.runtime import Segment, Want
 from deltafin.runtime import memory as m
+from deltafin.runtime.native import opening
 from deltafin.runtime.native.passes import matrices
 from deltafin.store import slot_nbytes, spine_pieces
 
@@ -205,6 +207,67 @@ def test_sequences_beyond_the_plan_take_the_memory_of_experts_and_then_are_refus
         del sequences[: held // 2]
         model.forward([Segment(seq, [1, 2])], logits="none")
         assert len(seq) == 2
+
+
+@pytest.fixture
+def exactly(open_model, tiny_dir, monkeypatch):
+    """`exactly(want)` opens a model for what is wanted, with memory for that and no more."""
+
+    def plan(*args):
+        found = real(*args)
+        least = replace(found, resident_experts=0, resident_experts_nbytes=0)
+        return replace(least, budget=least.total)
+
+    real = opening.plan_memory
+    monkeypatch.setattr(opening, "plan_memory", plan)
+    return lambda want: open_model(tiny_dir, want=want)
+
+
+def test_proposals_that_were_planned_for_fit(exactly):
+    want = Want(rows=5, tokens=512, sequences=2, drafts=4)
+    with exactly(want) as model:
+        seqs = [model.sequence() for _ in range(2)]
+        drafts = [Segment(seq, [1, 2, 3, 4, 5], tail=5, drafted=4) for seq in seqs]
+        model.forward([Segment(seq, [7] * 250) for seq in seqs], logits="last")
+        assert len(model.forward(drafts, logits="tails")) == 10
+        with pytest.raises(NoMemory):
+            model.forward([*drafts, Segment(model.sequence(), [1])], logits="tails")
+
+
+def test_rows_that_nobody_has_decided_on_count(exactly):
+    """They stay in memory, also while other sequences are computed."""
+    with exactly(Want(rows=5, tokens=1024, sequences=4, drafts=1)) as model:
+        one, other = model.sequence(), model.sequence()
+        model.forward([Segment(one, [1, 2, 3, 4, 5], drafted=4)], logits="none")
+        assert one.undecided_rows == 5
+        draft = Segment(other, [1, 2, 3, 4, 5], drafted=4)
+        with pytest.raises(NoMemory):
+            model.forward([draft, *(Segment(model.sequence(), [1]) for _ in range(2))], logits="none")
+        one.accept(4)
+        assert one.undecided_rows == 0
+        model.forward([draft, *(Segment(model.sequence(), [1]) for _ in range(2))], logits="none")
+
+
+def test_a_fork_is_a_sequence_more(exactly):
+    with exactly(Want(rows=2, tokens=512, sequences=2)) as model:
+        one = model.sequence()
+        model.forward([Segment(one, [1, 2])], logits="none")
+        other = model.fork(one)
+        with pytest.raises(NoMemory):
+            model.fork(one)
+        model.forward([Segment(seq, [3]) for seq in (one, other)], logits="last")
+
+
+def test_rows_come_before_proposals(k3):
+    """Memory for proposals of many sequences is no use where it leaves their rows to many passes."""
+    want = {"rows": 288, "tokens": 32 * 256, "sequences": 32}
+    least = m.least_budget(*k3, Want(**want, drafts=8), 2)
+    for extra in (0, 10**6, 50 * 10**6):
+        found, without = plan(k3, least + extra, **want, drafts=8), plan(k3, least + extra, **want)
+        assert found == without and found.rows > 100
+    roomy = plan(k3, least + GB, **want, drafts=8)
+    assert (roomy.rows, roomy.logits_rows) == (288, 288)
+    assert roomy.sequences > plan(k3, least + GB, **want).sequences
 
 
 # ---- what it really takes ------------------------------------------------------------------------------------
