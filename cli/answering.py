@@ -52,18 +52,23 @@ class Screen:
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
-        self.column = 0  # for a status beside the text
+        self.column = self.error_column = 0  # of stdout and of stderr, for a status beside the text
 
     def write(self, text: str) -> None:
         if self._quiet or not text:
             return
         self._put(harmless(text, sys.stdout))
-        line = text.rpartition("\n")[2]
-        self.column = len(line) + (self.column if "\n" not in text else 0)
+        self.column = column_after(text, self.column)
 
     def _put(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def column_after(text: str, column: int) -> int:
+    """Where text that begins in a column leaves the cursor."""
+    line = text.rpartition("\n")[2]
+    return len(line) + (column if "\n" not in text else 0)
 
 
 class TextReader:

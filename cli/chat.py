@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from deltafin.cli.chat_input import Leave, MessageReader
+from deltafin.cli.chat_input import BLOCK, Leave, MessageReader
 from deltafin.cli.chat_options import ChatOptions
 from deltafin.cli.chat_screen import ChatScreen
+from deltafin.cli.lines import one_line
 from deltafin.cli.options import print_json
 from deltafin.cli.prompts import json_file
 from deltafin.cli.run_settings import RunSettings, saving_at_the_end
@@ -79,6 +81,8 @@ class ChatJob:
             saving_at_the_end(lambda path: _save(talk, path), settings.states),
         ):
             self._talk(engine, talk, how)
+            if settings.states.save_state is not None and not talk.started:
+                click.echo(f"df-run: nothing was said, so {settings.states.save_state} is not written", err=True)
         if settings.stats:
             print_stats(engine, talk.given, talk.outcome, None, talk.lines())
 
@@ -100,7 +104,7 @@ class ChatJob:
         while True:
             try:
                 message = reader.message()
-                if message.startswith("/"):
+                if message.startswith("/") and not reader.quoted:
                     effort = self._command(talk, message, effort)
                 elif message.strip():
                     _turns(talk, reader, UserMessage(message))
@@ -109,7 +113,7 @@ class ChatJob:
             except DeltafinError as e:
                 if not reader.terminal:
                     raise
-                click.echo(f"df-run: {e}", err=True)
+                click.echo(f"df-run: {one_line(str(e))}", err=True)
 
     def _command(self, talk: Talk, line: str, effort: str | None) -> str | None:
         """Does what a line that begins with / says; returns the effort of conversations to come."""
@@ -118,15 +122,21 @@ class ChatJob:
         if name in ("/exit", "/quit"):
             raise Leave
         if name == "/save" and argument:
-            click.echo(f"{talk.save(Path(argument)):,} bytes written to {argument}", err=True)
+            path = Path(os.path.expanduser(argument))
+            click.echo(f"{talk.save(path):,} bytes written to {path}", err=True)
         elif name == "/effort" and argument:
             thinking_of(argument, "effort")
             effort = argument
             talk.restart(_conversation(self._options, effort))
         elif name == "/clear" and not argument:
             talk.restart(_conversation(self._options, effort))
-        else:
+        elif name == "/help":
             click.echo(HELP, err=True)
+        else:
+            raise BadRequest(
+                f"{line.strip()[:60]!r} is no command; /help lists them, and a message that begins with / goes "
+                f"between two lines of {BLOCK}"
+            )
         return effort
 
 
@@ -136,10 +146,20 @@ def _turns(talk: Talk, reader: MessageReader, message: Message) -> None:
 
     answer = talk.ask(message)
     while answer is not None and answer.tool_calls:
-        results = [
-            ToolResult(reader.message(f"result of {call.name}> "), call.id, call.name) for call in answer.tool_calls
-        ]
+        calls = answer.tool_calls
+        results = []
+        for number, call in enumerate(calls, start=1):
+            which = f" ({number} of {len(calls)})" if len(calls) > 1 else ""
+            # The model wrote the name, and a terminal would obey it.
+            result = reader.message(f"result of {one_line(call.name)}{which}> ")
+            results.append(ToolResult(result, call.id, call.name))
         answer = talk.ask(*results)
+    if answer is not None:
+        return
+    if not reader.terminal:
+        raise KeyboardInterrupt  # nobody sits there who would say more
+    if not talk.outcome.chosen:
+        click.echo("\n(stopped before the answer began; what was asked is not kept)", err=True)
 
 
 def _save(talk: Talk, path: Path) -> None:
@@ -166,6 +186,12 @@ def _conversation(talk: ChatOptions, effort: str | None = None) -> Conversation:
     if talk.messages is not None:
         messages += _from_file(talk.messages, "--messages", from_openai)
     tools = () if talk.tools is None else _from_file(talk.tools, "--tools", tools_of)
+    if (
+        talk.tool_choice is not None
+        and not tools
+        and not any(isinstance(m, SystemMessage) and m.tools for m in messages)
+    ):
+        raise BadRequest("--tool-choice has no effect without --tools")
     wanted = None if talk.response_format is None else _response_format(talk.response_format)
     return Conversation(messages, tools, thinking, said, talk.tool_choice, wanted)
 

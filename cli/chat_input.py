@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import click
@@ -23,7 +24,10 @@ class MessageReader:
 
     def __init__(self) -> None:
         self.terminal = sys.stdin is not None and sys.stdin.isatty()
+        self.quoted = False  # whether the last message stood between quotes, where / begins no command
         self._interrupted = False  # by the last thing that was typed
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # whatever the locale says; see `_line`
         if self.terminal:
             try:
                 import readline  # noqa: F401  (arrow keys, and earlier messages, in `input`)
@@ -33,7 +37,8 @@ class MessageReader:
     def message(self, prompt: str = "> ") -> str:
         """The next one.
 
-        Raises Leave at the end of input, KeyboardInterrupt for a second Ctrl-C in a row, BadRequest for no text at all.
+        Raises Leave at the end of input, KeyboardInterrupt for a second Ctrl-C in a row, BadRequest for what is not
+        UTF-8.
         """
         while True:
             try:
@@ -42,27 +47,42 @@ class MessageReader:
                 if self._interrupted or not self.terminal:
                     raise
                 self._interrupted = True
-                click.echo("\n(Ctrl-C again, Ctrl-D or /exit leaves)", err=True)
+                click.echo("\n(Ctrl-C again or Ctrl-D leaves)", err=True)
                 continue
-            except UnicodeDecodeError as e:
-                raise BadRequest(f"what was typed is not {e.encoding.upper()} (byte {e.start})") from None
             self._interrupted = False
             return text
 
     def _message(self, prompt: str) -> str:
-        line = self._line(prompt)
-        if line.strip() == BLOCK:
-            lines: list[str] = []
-            while (line := self._line("... ")).strip() != BLOCK:
+        line: str | None = self._line(prompt)
+        lines: list[str] = []
+        self.quoted = line is not None and line.strip() == BLOCK
+        if self.quoted:
+            while (line := self._next_line()) is not None and line.strip() != BLOCK:
                 lines.append(line)
             return "\n".join(lines)
-        lines = [line]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            lines.append(self._line("... "))
-        return "\n".join(lines)
+        while line is not None and line.endswith("\\"):
+            lines.append(line[:-1])
+            line = self._next_line()
+        return "\n".join(lines if line is None else [*lines, line])
+
+    def _next_line(self) -> str | None:
+        """Of the same message; None at the end of a file or a pipe, which ends the message, too."""
+        try:
+            return self._line("... ")
+        except Leave:
+            if self.terminal:
+                raise  # whoever leaves there has not finished
+            return None
 
     def _line(self, prompt: str) -> str:
+        line = self._read(prompt)
+        try:
+            line.encode()
+        except UnicodeEncodeError as e:
+            raise BadRequest(f"{line[: e.start][-20:]!r} is followed by a byte that is not UTF-8") from None
+        return line
+
+    def _read(self, prompt: str) -> str:
         if sys.stdin is None:
             raise Leave
         if self.terminal and sys.stdout.isatty():

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from deltafin.cli.answering import Screen, harmless
+from deltafin.cli.answering import Screen, column_after, harmless
 
 if TYPE_CHECKING:
     from deltafin.runtime.chat import ToolCall
@@ -29,6 +29,7 @@ class ChatScreen(Screen):
         if not self._terminal:
             sys.stderr.write(harmless(text, sys.stderr))
             sys.stderr.flush()
+            self.error_column = column_after(text, self.error_column)
         elif self._thinking:
             self.write(text)
         else:
@@ -44,7 +45,7 @@ class ChatScreen(Screen):
     def tool_call(self, call: ToolCall) -> None:
         self._end_thinking()
         self._break()
-        self.write(json.dumps({"tool": call.name, "arguments": _arguments(call)}, ensure_ascii=False) + "\n")
+        self.write(_line(call) + "\n")
 
     def end(self) -> None:
         """The answer is over, or was interrupted."""
@@ -61,15 +62,22 @@ class ChatScreen(Screen):
         else:
             sys.stderr.write("\n")
             sys.stderr.flush()
+            self.error_column = 0
 
     def _break(self) -> None:
         if self.column:
             self.write("\n")
 
 
-def _arguments(call: ToolCall) -> object:
-    """The object that they are, or the text that the model wrote instead."""
+def _line(call: ToolCall) -> str:
+    """JSON, with arguments as the object that they are, or as the text that the model wrote instead."""
     try:
-        return json.loads(call.arguments) if call.arguments else {}
-    except (ValueError, RecursionError):
-        return call.arguments
+        line = _json(call.name, json.loads(call.arguments) if call.arguments else {})
+    except (ValueError, RecursionError):  # no JSON, or NaN and infinity, which are none either
+        line = _json(call.name, call.arguments)
+    # An escaped half of a surrogate pair is JSON, but has no bytes.
+    return line.encode("utf-8", "backslashreplace").decode()
+
+
+def _json(name: str, arguments: object) -> str:
+    return json.dumps({"tool": name, "arguments": arguments}, ensure_ascii=False, allow_nan=False)

@@ -120,7 +120,7 @@ def choose(given: ChoosingOptions, *, as_json: bool, traced: bool) -> Choosing:
         top_k=given.top_k or 0,
         min_p=given.min_p or 0.0,
         seed=seed or 0,
-        logit_bias=dict(map(_bias, given.biases)),
+        logit_bias=_biases(given.biases),
         top_logprobs=given.logprobs,
     )
     if given.temperature != 0 and given.seed is None:
@@ -137,6 +137,15 @@ def check_for(how: Choosing, model: Model) -> None:
     if how.stops and model.tokenizer is None:
         raise BadRequest("--stop needs a tokenizer, which this model has not")
     Sampler(how.sampling, vocab_size=model.config.vocab_size, forbidden=model.reserved_ids)
+
+
+def _biases(given: tuple[str, ...]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for token, bias in map(_bias, given):
+        if token in biases:
+            raise BadRequest(f"--logit-bias is given twice for {token}; give one")
+        biases[token] = bias
+    return biases
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -154,6 +154,10 @@ def run(
             if not engine.as_released:
                 click.echo(f"df-run: spine {engine.spine_label}", err=True)
             check_for(how, engine)
+            if states.save_state is not None:
+                from deltafin.runtime.states import check_place
+
+                check_place(states.save_state, engine)
             fetch_ahead(engine, rows + new, yes=yes)
             try:
                 job.run(engine, how)

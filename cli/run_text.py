@@ -94,7 +94,7 @@ def _save(engine: Model, generation: Generation, path: Path) -> None:
     from deltafin.runtime.states import save_state
 
     if not len(generation.seq):
-        return
+        return  # interrupted before the first pass was done
     pending = generation.pending
     if generation.finish == "stop" and pending[-1] in engine.stop_ids:
         pending.pop()

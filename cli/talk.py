@@ -86,21 +86,27 @@ class Talk:
     def ask(self, *messages: Message) -> Answer | None:
         """The answer to what is said now; None if it was interrupted, and then what came of it stays said.
 
-        An answer of which nothing had come leaves no trace, nor does its question.
+        An answer of which nothing had come leaves no trace, nor does its question. So it is with one that fails.
         """
         before = self._dialogue.conversation
+        self.outcome = Outcome()
+        reader: _Reader | None = None
         try:
             self._dialogue.add(*messages)
             self.prompt = self._dialogue.prompt()
-            reader = self._read_answer()
-        except BaseException:
-            self._dialogue.conversation = before
-            raise
-        if self.outcome.finish is None and not reader.parser.ids:
-            self._dialogue.conversation = before
-            return None
-        self._dialogue.answered(reader.parser)
-        self._keep()
+            reader = _Reader(self._dialogue.parser(), self._how.stops, self._screen)
+            self._read_answer(reader)
+        finally:
+            # Also after a failure: what has been computed of an answer is not lost.
+            came = reader is not None and (bool(reader.parser.ids) or self.outcome.finish is not None)
+            if reader is not None and came:
+                self._dialogue.answered(reader.parser)
+            else:
+                self._dialogue.conversation = before
+        if self.outcome.finish == "length":
+            click.echo(f"df-run: cut after --max-new {self._settings.max_new} tokens", err=True)
+        if came:
+            self._keep()
         return reader.answer if self.outcome.finish is not None else None
 
     def save(self, path: Path) -> int:
@@ -111,8 +117,8 @@ class Talk:
         seq = self._seq = self._known(ids, len(ids))
         if seq is None:
             raise BadRequest(
-                f"{path}: the last question was not answered, and the state before it is not kept; "
-                "ask again, then save, or allow --keep-states"
+                f"{path}: not written: the question that was stopped took the place of the state before it, and no "
+                "other is kept; say something more, then save it"
             )
         return save_state(path, self._engine, seq, ids[len(seq) :])
 
@@ -129,17 +135,14 @@ class Talk:
             with suppress(KeyboardInterrupt):
                 self._prefixes.keep(self._engine, self._seq)
 
-    def _read_answer(self) -> _Reader:
+    def _read_answer(self, reader: _Reader) -> None:
         """As far as it comes before an interruption."""
-        reader = _Reader(self._dialogue.parser(), self._how.stops, self._screen)
-        self.outcome = Outcome()
         try:
             self._answer(reader)
         except KeyboardInterrupt:
             self._engine.store.resume()
         finally:
             reader.finish()
-        return reader
 
     def _answer(self, reader: _Reader) -> None:
         engine, how = self._engine, self._how
@@ -161,8 +164,6 @@ class Talk:
                 checkpoint=self._checkpoint(len(seq), stack),
             )
             answering.run(engine, generation)
-        if answering.outcome.finish == "length":
-            click.echo(f"\ndf-run: cut after --max-new {self._settings.max_new} tokens", err=True)
 
     def _known(self, ids: list[int], most: int) -> Sequence | None:
         """A sequence that has seen a beginning of `ids`, of at most so many: this conversation's own, or a kept one."""

@@ -27,9 +27,10 @@ _QUIET_S = 0.5  # a token that is there sooner needs no status
 
 
 class Cursor(Protocol):
-    """Where streamed text has left the cursor."""
+    """Where streamed text has left the cursor, of stdout and of stderr."""
 
     column: int
+    error_column: int
 
 
 class Watch(Observer):
@@ -38,8 +39,8 @@ class Watch(Observer):
     def __init__(self, store: Store, inner: Observer | None, cursor: Cursor) -> None:
         self._store, self._inner, self._cursor = store, inner, cursor
         self._terminal = sys.stderr.isatty()
-        self._shares_line = self._terminal and sys.stdout.isatty()
-        self._shown = False
+        self._one_terminal = self._terminal and sys.stdout.isatty()
+        self._shown = self._beside = False  # whether a status is there, and whether text stands before it
         self._token = 0
         self._pass = 0  # of this token: a prompt may take several
         self._began = self._printed = time.monotonic()
@@ -79,7 +80,7 @@ class Watch(Observer):
 
     def clear(self) -> None:
         if self._shown:
-            sys.stderr.write("\x1b[K" if self._shares_line else "\r\x1b[K")
+            sys.stderr.write("\x1b[K" if self._beside else "\r\x1b[K")
             sys.stderr.flush()
             self._shown = False
 
@@ -88,9 +89,11 @@ class Watch(Observer):
             print(status, file=sys.stderr, flush=True)
             return
         columns = shutil.get_terminal_size().columns
-        if not self._shares_line:
+        column = self._cursor.column if self._one_terminal else self._cursor.error_column
+        self._beside = self._one_terminal or column > 0
+        if not self._beside:
             sys.stderr.write(f"\r\x1b[K{status[: columns - 1]}")
-        elif (room := columns - self._cursor.column % columns - 4) > 0:
+        elif (room := columns - column % columns - 4) > 0:
             # Save the cursor, write behind it, come back: the text goes on where it was.
             sys.stderr.write(f"\x1b7  {status[:room]}\x1b[K\x1b8")
         sys.stderr.flush()

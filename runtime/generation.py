@@ -67,6 +67,7 @@ class Generation:
         `checkpoint` counts from the first of `ids`.
         """
         model: Model = seq.owner  # type: ignore[assignment]
+        ids = tuple(ids)
         if max_new < 1:
             raise BadRequest(f"max_new is {max_new}; expected at least 1")
         if not ids:
@@ -79,7 +80,7 @@ class Generation:
         if depth < 0:
             raise BadRequest(f"the depth of drafts is {depth}; expected 0 (none) or more")
         self.seq = seq
-        self.ids = tuple(ids)
+        self.ids = ids
         self.max_new = max_new
         self.chosen: list[Chosen] = []
         self.finish: Finish | None = None

@@ -10,7 +10,7 @@ know when a state is worth keeping.
 from deltafin.runtime.states.identifying import Identity, identity, identity_of
 from deltafin.runtime.states.layout import state_nbytes
 from deltafin.runtime.states.prefixes import PrefixStats, PrefixStore, PrefixWriter
-from deltafin.runtime.states.saving import Saved, load_state, save_state
+from deltafin.runtime.states.saving import Saved, check_place, load_state, save_state
 
 __all__ = [
     "Identity",
@@ -18,6 +18,7 @@ __all__ = [
     "PrefixStore",
     "PrefixWriter",
     "Saved",
+    "check_place",
     "identity",
     "identity_of",
     "load_state",

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections import abc
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltafin.errors import BadRequest
-from deltafin.indexer import discard, stale_files
+from deltafin.indexer import discard, disk_error, make_directory, stale_files, temporary
 from deltafin.runtime.model import Model
 from deltafin.runtime.sequence import Sequence
 from deltafin.runtime.states.identifying import identity
 from deltafin.runtime.states.layout import LayerState, ids_array
 from deltafin.runtime.states.reading import StateReader
-from deltafin.runtime.states.writing import StateWriter
+from deltafin.runtime.states.writing import StateWriter, new_part
+
+
+def check_place(path: str | Path, model: Model) -> None:
+    """Whether `save_state` will be able to write there; for whoever would only know after hours of computing.
+
+    Leaves nothing there but the folder. Raises BadRequest, NoSpace or DiskError.
+    """
+    path = Path(path)
+    identity(model)
+    _refuse(path)
+    part = temporary(path.parent, path.name)
+    try:
+        make_directory(path.parent)
+        os.close(new_part(part))
+    except OSError as e:
+        raise disk_error(e, path) from None
+    finally:
+        discard(part)
 
 
 def save_state(path: str | Path, model: Model, seq: Sequence, pending: abc.Sequence[int] = ()) -> int:
@@ -29,8 +49,7 @@ def save_state(path: str | Path, model: Model, seq: Sequence, pending: abc.Seque
         raise BadRequest("the sequence belongs to another model; save it with its own")
     if not len(seq):
         raise BadRequest(f"{path}: nothing to save: the sequence has seen no token yet")
-    if path.exists() and not path.is_file():
-        raise BadRequest(f"{path}: not a file; a state is written to a file of its own")
+    _refuse(path)
     _clear(path)
     ids = ids_array(seq.ids, model.config)
     writer = StateWriter(path, path.parent, which, model.config, ids, ids_array(pending, model.config))
@@ -71,6 +90,20 @@ def layers_of(seq: Sequence) -> tuple[LayerState, ...]:
     state = seq.state
     assert isinstance(state, tuple)
     return state
+
+
+def _refuse(path: Path) -> None:
+    """What is there and is no file is not replaced."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise disk_error(e, path) from None
+    except ValueError:  # a null byte, or a character that names of files cannot have
+        raise BadRequest(f"{path}: no file can be called that; choose another name") from None
+    if not stat.S_ISREG(mode):
+        raise BadRequest(f"{path}: not a file; a state is written to a file of its own")
 
 
 def _clear(path: Path) -> None:

@@ -26,6 +26,11 @@ from deltafin.store import free_nbytes
 _MODE = 0o600  # it holds what was said in private
 
 
+def new_part(part: Path) -> int:
+    """Makes and opens a temporary file that only its owner may read; its descriptor."""
+    return os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+
+
 class StateWriter:
     """One state on its way to `final`: every layer in ascending order, then `publish`, or `discard`.
 
@@ -48,8 +53,7 @@ class StateWriter:
         try:
             make_directory(folder)
             self._check_space(folder)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._file = FileIO(os.open(self._part, flags, _MODE), "wb")
+            self._file = FileIO(new_part(self._part), "wb")
         except OSError as e:
             raise disk_error(e, final) from None
         try:

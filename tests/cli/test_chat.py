@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -15,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from deltafin.cli.chat_input import MessageReader
+from deltafin.cli.answering import Answering
+from deltafin.cli.chat_screen import ChatScreen
 from deltafin.cli.choosing import Choosing
-from deltafin.errors import BadRequest, NetworkError
+from deltafin.cli.watch import Watch
+from deltafin.errors import NetworkError
 from deltafin.runtime import Sampling
+from deltafin.runtime.chat import ToolCall
 from deltafin.store import open_store
 
 JAPAN = "What is the capital of Japan?"
@@ -130,7 +132,7 @@ def test_a_stop_string_ends_the_answer_before_it(ask):
 def test_an_answer_that_is_too_long_is_cut_and_that_is_said(ask):
     done = ask(JAPAN, "--max-new", 3)
     assert done.status == 0 and TOKYO.startswith(done.out.rstrip("\n"))
-    assert "cut after --max-new 3 tokens" in done.err
+    assert done.err == "df-run: cut after --max-new 3 tokens\n"
 
 
 def test_a_restart_computes_only_what_is_new(ask, tmp_path):
@@ -212,10 +214,119 @@ def test_a_run_that_fails_before_its_first_token_says_why_and_saves_nothing(df, 
         assert not (tmp_path / "state").exists()
 
 
-def test_what_is_typed_in_another_encoding_is_one_line(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nWho?\n"), encoding="utf-8"))
-    with pytest.raises(BadRequest, match=r"not UTF-8 \(byte 3\)"):
-        MessageReader().message()
+@pytest.fixture
+def at_pass(monkeypatch):
+    """`at_pass(n, error)` raises the error when the prompt of an answer is in its n-th pass."""
+
+    def arrange(number, error):
+        rows = Watch.rows
+
+        def interrupted(self, spans):
+            rows(self, spans)
+            if self._pass == number:
+                raise error
+
+        monkeypatch.setattr(Watch, "rows", interrupted)
+
+    return arrange
+
+
+def test_what_is_saved_after_a_stopped_question_is_the_conversation_before_it(ask, at_pass, tmp_path, monkeypatch):
+    """The sequence had read on, and its state was written: no chat could go on from that."""
+    file = tmp_path / "talk.state"
+    story = "Tell me a story about a fox. " * 30
+    asked = f"{JAPAN}\n{story}\n{JAPAN}\n".encode()  # from a pipe, Ctrl-C ends it all
+    whole = ask(None, "--keep-states", 0, stdin=f"{JAPAN}\nAnd of Italy?\n".encode()).out.splitlines()
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # an interrupted command leaves a handler for its ending
+    monkeypatch.setattr("deltafin.runtime.Model.most_rows", property(lambda _: 10))  # so that a story takes many passes
+    at_pass(12, KeyboardInterrupt())
+    done = ask(None, "--save-state", file, stdin=asked)
+    assert (done.status, done.out) == (130, TOKYO) and "interrupted" in done.err
+    assert ask("And of Italy?", "--load-state", file).out == whole[1] + "\n"
+    file.unlink()
+    done = ask(None, "--keep-states", 0, "--save-state", file, stdin=asked)
+    assert (done.status, done.out) == (130, TOKYO) and "not written" in done.err and not file.exists()
+    # Nor is there anything to save where the first question was stopped.
+    done = ask(None, "--save-state", file, stdin=story.encode())
+    assert (done.status, done.out, file.exists()) == (130, "", False) and "interrupted" in done.err
+
+
+def test_where_nothing_was_said_nothing_is_saved_and_that_is_said(ask, tmp_path):
+    for lines in ("", f"{JAPAN}\n/clear\n"):
+        done = ask(None, "--save-state", tmp_path / "talk.state", stdin=lines.encode())
+        assert done.status == 0 and done.err == f"df-run: nothing was said, so {tmp_path}/talk.state is not written\n"
+        assert not (tmp_path / "talk.state").exists()
+
+
+def test_an_answer_that_fails_is_kept_as_far_as_it_came(ask, tmp_path, monkeypatch):
+    took = Answering._took
+
+    def fails(self, chosen):
+        took(self, chosen)
+        if len(self.outcome.chosen) == 6:
+            raise NetworkError("the line is down")
+
+    file = tmp_path / "talk.state"
+    with monkeypatch.context() as patch:
+        patch.setattr(Answering, "_took", fails)
+        done = ask("Tell me a story about a fox.", "--save-state", file, "--keep-states", 0, "--draft", "none")
+    assert (done.status, done.err) == (1, "df-run: the line is down\n") and done.out.startswith("Once upon")
+    on = ask(JAPAN, "--load-state", file, "--keep-states", 0)
+    assert (on.status, on.err) == (0, "") and "Tokyo" in on.out
+
+
+def test_ctrl_c_before_anything_was_computed_saves_nothing(df, at_pass, tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # an interrupted command leaves a handler for its ending
+    at_pass(1, KeyboardInterrupt())
+    done = df("df-run", "demo", "--prompt", "Once", "--save-state", tmp_path / "state")
+    assert (done.status, done.out) == (130, "") and "interrupted" in done.err and "nothing to save" not in done.err
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "long", "below a file", "torch"])
+def test_a_state_that_cannot_be_saved_is_refused_before_anything_is_computed(df, tmp_path, kind):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    place = {"long": "a" * 300, "below a file": "file/state", "torch": "state"}.get(kind, kind)
+    for chat in ((), ("--chat",)):
+        device = ("--device", "torch") if kind == "torch" else ()
+        done = df("df-run", "demo", *chat, "--prompt", "Hello!", "--save-state", tmp_path / place, *device)
+        assert done.status in (1, 2) and (done.out, done.err.count("\n")) == ("", 1)
+    assert sorted(os.listdir(tmp_path)) == ["cache", "file", "pipe"]
+
+
+@pytest.mark.parametrize("text", [f'"""\n{JAPAN}', f"{JAPAN}\\", "What is the \\\ncapital of Japan?\\"])
+def test_the_end_of_a_pipe_ends_a_message_of_several_lines(ask, text):
+    done = ask(None, stdin=text.encode())
+    assert (done.status, done.err) == (0, "") and done.out.strip()
+
+
+def test_a_message_that_is_not_utf8_is_refused_in_any_locale(command):
+    for locale in ("utf-8:strict", "ascii"):
+        words = ("demo", "--chat", "--effort", "none")
+        done = command(
+            "df-run", *words, input="caf\udce9\n", errors="surrogateescape", env={"PYTHONIOENCODING": locale}
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "df-run: 'caf' is followed by a byte that is not UTF-8\n"
+
+
+def test_what_begins_with_a_slash_is_a_command_or_refused_unless_quoted(ask):
+    done = ask(None, stdin=b"/usr/bin/env is what?\nHello!\n")
+    _refused(done, "'/usr/bin/env is what?' is no command", "/help")
+    _refused(ask(None, stdin=b"/save\n"), "'/save' is no command")
+    done = ask(None, stdin=b'"""\n/usr/bin/env is what?\n"""\n')
+    assert (done.status, done.err) == (0, "") and done.out.strip()
+
+
+def test_save_knows_the_home_folder_and_refuses_impossible_names(ask, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    done = ask(None, stdin=b"Hello!\n/save ~/talk.state\n")
+    assert done.status == 0 and (tmp_path / "home" / "talk.state").is_file() and not (tmp_path / "~").exists()
+    for name, status in (("a\0b", 2), ("a" * 300, 1)):
+        done = ask(None, stdin=f"Hello!\n/save {name}\n".encode())
+        assert done.status == status and done.err.count("\n") == 1 and done.err.startswith("df-run: ")
 
 
 def test_a_seed_gives_the_same_text_and_guesses_change_nothing(df):
@@ -250,9 +361,11 @@ def test_draws_without_a_seed_say_theirs(df):
         (["--prompt", "a", "--tools", "{bad_json}"], ["--tools", "not JSON"]),
         (["--prompt", "a", "--stop", ""], ["a stop string is empty"]),
         (["--prompt", "a", "--seed", "1"], ["--seed has no effect"]),
+        (["--prompt", "a", "--tool-choice", "required"], ["--tool-choice has no effect without --tools"]),
         (["--prompt", "a", "--temperature", "-1"], ["temperature"]),
         (["--prompt", "a", "--logit-bias", "x"], ["--logit-bias"]),
         (["--prompt", "a", "--logit-bias", "99999999=1"], ["outside the vocabulary"]),
+        (["--prompt", "a", "--logit-bias", "5=1", "--logit-bias", "5=2"], ["--logit-bias", "twice for 5"]),
         (["--prompt", "a", "--logprobs", "1"], ["--logprobs has no effect without --json"]),
         (["--prompt", "a", "--draft", "none", "--draft-depth", "2"], ["--draft-depth has no effect"]),
         (["--prompt", "a", "--draft", "ngram", "--trace", "{no}"], ["exclude each other"]),
@@ -295,7 +408,7 @@ class Terminal:
         while text not in self.seen:
             assert time.monotonic() < end and self.process.poll() is None, self.seen
             if select.select([self._ours], [], [], 0.1)[0]:
-                self.seen += os.read(self._ours, 65536).decode()
+                self.seen += os.read(self._ours, 65536).decode(errors="replace")
 
     def type(self, text: str) -> None:
         self.seen = ""
@@ -309,7 +422,7 @@ class Terminal:
         while self.process.poll() is None and time.monotonic() < end:
             if select.select([self._ours], [], [], 0.1)[0]:
                 try:
-                    self.seen += os.read(self._ours, 65536).decode()
+                    self.seen += os.read(self._ours, 65536).decode(errors="replace")
                 except OSError:
                     break
         return self.process.wait(timeout=30)
@@ -357,6 +470,18 @@ def test_ctrl_c_twice_at_the_prompt_leaves_with_130(terminal):
     assert "Traceback" not in chat.seen
 
 
+def test_a_message_that_cannot_be_asked_does_not_stay(terminal):
+    """It stayed in the conversation, and each question after it failed with it."""
+    chat = terminal("--effort", "none")
+    chat.until("> ")
+    os.write(chat._ours, b"caf\xe9\xff\n")
+    chat.until("not UTF-8\r\n> ")
+    chat.type(f"{JAPAN}\n")
+    chat.until(TOKYO.strip())
+    chat.type("/exit\n")
+    assert chat.status() == 0
+
+
 def test_thinking_is_dim_on_a_terminal(terminal):
     chat = terminal("--effort", "low")
     chat.until("> ")
@@ -366,4 +491,36 @@ def test_thinking_is_dim_on_a_terminal(terminal):
     assert chat.seen.index("\x1b[0m") < chat.seen.index(TOKYO.strip())
     chat.until("\n> ")
     chat.type("\x04")
+    assert chat.status() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a": "\\ud800"}', {"a": "\ud800"}),
+        ('{"a": NaN}', '{"a": NaN}'),
+        ('{"a": 1e999}', '{"a": 1e999}'),
+        ('{"a": ', '{"a": '),
+        ("[" * 100_000, "[" * 100_000),
+        ("", {}),
+    ],
+)
+def test_whatever_a_model_writes_a_call_is_a_line_of_json(capfd, arguments, shown):
+    ChatScreen(quiet=False, hide_thinking=False).tool_call(ToolCall("f\x1b", arguments))
+    out = capfd.readouterr().out
+    assert out.count("\n") == 1 and json.loads(out) == {"tool": "f\x1b", "arguments": shown}
+
+
+def test_results_of_several_calls_are_asked_for_one_by_one(terminal, cases, tmp_path):
+    case = cases["two tool calls"]
+    (tmp_path / "t.json").write_text(json.dumps(case["tools"]))
+    chat = terminal("--effort", "none", "--tools", str(tmp_path / "t.json"))
+    chat.until("> ")
+    chat.type(case["messages"][-1]["content"] + "\n")
+    chat.until("result of get_weather (1 of 2)> ")
+    chat.type("5 degrees\n")
+    chat.until("result of get_weather (2 of 2)> ")
+    chat.type("12 degrees\n")
+    chat.until("\n> ")
+    chat.type("/exit\n")
     assert chat.status() == 0

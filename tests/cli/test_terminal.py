@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -14,10 +15,13 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from deltafin.cli.chat_screen import ChatScreen
 from deltafin.cli.progress import Progress
+from deltafin.cli.watch import Watch
 from deltafin.store import expert_items, open_store, remove
 
 REPO = "org/demo"
@@ -188,6 +192,43 @@ def test_on_a_terminal_of_its_own_the_status_rewrites_one_line_and_is_wiped(slow
     screen = Screen(80)
     screen.feed(seen)
     assert screen.lines() == [""]
+
+
+class Stream(io.StringIO):
+    """A standard stream; a terminal or not."""
+
+    def __init__(self, tty: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: tty
+
+
+def test_beside_reasoning_on_stderr_the_status_leaves_it_alone(monkeypatch):
+    """With the answer in a file, reasoning and status share the terminal: the one was wiped with the other."""
+    monkeypatch.setattr(sys, "stdout", Stream(False))
+    monkeypatch.setattr(sys, "stderr", error := Stream(True))
+    monkeypatch.setattr("deltafin.cli.watch._QUIET_S", 0.0)
+    monkeypatch.setattr("deltafin.cli.watch._TERMINAL_EVERY_S", 0.0)
+    shown = ChatScreen(quiet=False, hide_thinking=False)
+    watch = Watch(SimpleNamespace(stats=SimpleNamespace(read_nbytes=0), pause_left_s=0), None, shown)
+
+    def compute(tokens: int) -> None:
+        watch.rows([])
+        watch.layer(0, 13)
+        watch.token(tokens)
+
+    compute(1)
+    shown.reasoning("Japan: the cap")
+    compute(2)
+    shown.reasoning("ital is Tokyo.")
+    compute(3)
+    shown.content("Tokyo")
+    compute(4)
+    shown.end()
+    screen = Screen(80)
+    screen.feed(error.getvalue())
+    assert error.getvalue().count("layer 1 of 13") == 4
+    assert screen.lines() == ["Japan: the capital is Tokyo.", ""]
+    assert sys.stdout.getvalue() == "Tokyo\n"
 
 
 def test_a_fetch_shows_a_bar_with_rate_and_time_left(hub, tiny_dir, tmp_path, index_only):

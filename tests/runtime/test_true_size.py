@@ -24,6 +24,8 @@ from deltafin.runtime.reference import mlp as reference_mlp
 from deltafin.runtime.reference import moe as reference_moe
 from deltafin.runtime.reference import spine as reference_spine
 from deltafin.runtime.reference.spine import Spine as ReferenceSpine
+from deltafin.runtime.segment import Part
+from deltafin.runtime.traffic import StateTraffic
 from deltafin.store import SpineLayer
 
 ROWS = 5
@@ -143,6 +145,19 @@ def pieces(count: int) -> list[list[slice]]:
     return [[slice(0, count)], [slice(i, i + 1) for i in range(count)], [slice(0, 2), slice(2, count)]]
 
 
+def a_part(count: int, drafted: int = 0) -> Part:
+    """One sequence's rows, all of a pass; only their number matters here."""
+    return Part(0, 0, 0, [0] * count, None, None, tail=0, keep=True, drafted=drafted)
+
+
+def native_attention(layer, x, state, tensors, config, drafted=0):
+    """(output, what is left of the one sequence) of `native_kda.kda` or `native_mla.mla`."""
+    rows, part = [slice(0, len(x))], [a_part(len(x), drafted)]
+    attention = native_kda.kda if config.is_kda(layer) else native_mla.mla
+    y, (left,) = attention(x, part, rows, [state], native_spine(tensors), config, layer, StateTraffic())
+    return y, left
+
+
 def test_a_kda_layer(config, rng, x, float64):
     tensors = make_spine(config, KDA_LAYER, rng, "self_attn.")
 
@@ -150,7 +165,7 @@ def test_a_kda_layer(config, rng, x, float64):
         state, out = native_kda.KdaState.empty(config), []
         for rows in cuts:
             part = np.ascontiguousarray(x[rows])
-            y, (state,) = native_kda.kda(part, [slice(0, len(part))], [state], native_spine(tensors), config, KDA_LAYER)
+            y, state = native_attention(KDA_LAYER, part, state, tensors, config)
             out.append(y)
         flat = [*(y.ravel() for y in out), state.memory.ravel(), state.history.ravel()]
         return np.concatenate(flat)
@@ -160,12 +175,27 @@ def test_a_kda_layer(config, rng, x, float64):
         assert compute(cuts).tobytes() == found.tobytes()
     empty = reference_kda.KdaState.empty(config, CPU)
     state = reference_kda.KdaState(empty.history.double(), empty.memory.double())
-    expected, (after,) = reference_kda.kda(
+    expected, (after,), _ = reference_kda.kda(
         torch.from_numpy(x).double(), [slice(0, ROWS)], [state], ReferenceSpine(tensors, CPU), config, KDA_LAYER
     )
     y, memory = found[: x.size].reshape(x.shape), found[x.size :][: after.memory.numel()]
     assert relative_rms(y, expected) < 1e-5
     assert relative_rms(memory, after.memory.flatten()) < 1e-5
+
+
+def test_proposals_in_a_kda_layer(config, rng, x):
+    """However many are accepted, the state is that of the accepted rows alone, and output does not change."""
+    tensors = make_spine(config, KDA_LAYER, rng, "self_attn.")
+    begun = native_kda.KdaState.empty(config)
+    _, state = native_attention(KDA_LAYER, x[:2].copy(), begun, tensors, config)
+    rest = x[2:].copy()
+    y, decision = native_attention(KDA_LAYER, rest, state, tensors, config, drafted=len(rest) - 1)
+    for count in range(1, len(rest) + 1):
+        out, expected = native_attention(KDA_LAYER, rest[:count].copy(), state.detached(), tensors, config)
+        found = decision.accept(count, StateTraffic())
+        assert found.memory.tobytes() == expected.memory.tobytes()
+        assert found.history.tobytes() == expected.history.tobytes()
+        assert y[:count].tobytes() == out.tobytes()
 
 
 def test_an_mla_layer(config, rng, x, float64):
@@ -177,7 +207,7 @@ def test_an_mla_layer(config, rng, x, float64):
         state, out = native_mla.Latents().extended(before), []
         for rows in cuts:
             part = np.ascontiguousarray(x[rows])
-            y, (state,) = native_mla.mla(part, [slice(0, len(part))], [state], native_spine(tensors), config)
+            y, state = native_attention(MLA_LAYER, part, state, tensors, config)
             out.append(y)
         return np.concatenate(out)
 
@@ -240,11 +270,12 @@ def test_the_scalar_kernels_give_the_same_bits(kind, config, rng, x):
         compute = lambda: native_moe.expert(latent, parts, "w", config)  # noqa: E731
     else:
         layer, only = spine_of[kind]
-        spine, part = native_spine(make_spine(config, layer, rng, only)), x[:2].copy()
-        rows = [slice(0, 2)]
+        tensors, part = make_spine(config, layer, rng, only), x[:2].copy()
+        spine = native_spine(tensors)
+        begun = {"kda": native_kda.KdaState.empty(config), "mla": native_mla.Latents()}
         compute = {
-            "kda": lambda: native_kda.kda(part, rows, [native_kda.KdaState.empty(config)], spine, config, layer)[0],
-            "mla": lambda: native_mla.mla(part, rows, [native_mla.Latents()], spine, config)[0],
+            "kda": lambda: native_attention(layer, part, begun["kda"], tensors, config)[0],
+            "mla": lambda: native_attention(layer, part, begun["mla"], tensors, config)[0],
             "dense": lambda: native_mlp(part, spine, "mlp.", config),
         }[kind]
     expected = compute()
