@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from deltafin.runtime import Model
     from deltafin.runtime.batch import Batch, Counts, Requests
 
+_SHOWN = 100  # characters of a name that is not ours
+
 
 @click.command("batch", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model")
@@ -156,18 +158,23 @@ def batch(
 
 
 def _check_files(source: Path, target: Path) -> None:
+    from deltafin.runtime.batch import journal_path
+
     if str(source) == "-":
         raise BadRequest("the requests are read more than once, so they cannot come from stdin; give a file with -i")
     if str(target) == "-":
         raise BadRequest("answers on stdout could not be gone on with after an interruption; give a file with -o")
     if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
         raise BadRequest(f"{target} is the input, too; choose another output")
+    journal = journal_path(target)  # is written anew, and goes in the end
+    if os.path.exists(source) and os.path.exists(journal) and os.path.samefile(source, journal):
+        raise BadRequest(f"{source} has the name of the journal of {target}; choose another output, or rename it")
 
 
 def _say_what_was_found(requests: Requests, own_names: set[str], name: str) -> None:
     """What a user may not expect, before hours go by."""
     if named := requests.named_models - own_names:
-        asked = one_line(" and ".join(sorted(named)))
+        asked = one_line(" and ".join(n if len(n) <= _SHOWN else f"{n[:_SHOWN]}.." for n in sorted(named)))
         click.echo(f"df-run: requests name the model {asked}; {one_line(name)} answers them", err=True)
     if requests.refused:
         first = requests.read(requests.refused[0])

@@ -6,7 +6,6 @@ never in a file of something else.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -22,14 +21,17 @@ from typing import BinaryIO, Protocol, Self
 
 import numpy as np
 
-from deltafin.errors import BadRequest, NotFound
+from deltafin.errors import BadRequest, DiskError, NotFound
 from deltafin.indexer import ModelConfig, disk_error
+from deltafin.runtime.exclusive import is_same, lock
 from deltafin.runtime.model import Model
+from deltafin.runtime.openai import parse
 from deltafin.runtime.score import Score, Text, perplexity
 from deltafin.runtime.states import identity
 from deltafin.runtime.tokenizer import Tokenizer
 
 LINE_NBYTES = 64 << 20  # more is no text that a model has positions for
+RESULT_NBYTES = 1 << 30  # more is no line of results
 _BEGIN = b'{"line": '  # of a line of results
 _SHAPES = ({"text"}, {"prompt", "continuation"}, {"ids"}, {"prompt_ids", "ids"})
 
@@ -101,10 +103,11 @@ def _raw_lines(file: BinaryIO, whole: bool) -> abc.Iterator[bytes]:
 
 
 def _line(number: int, raw: bytes, tokenizer: Tokenizer | None, config: ModelConfig) -> Line:
+    _decode(raw)
     try:
-        fields: object = json.loads(_decode(raw))
-    except (ValueError, RecursionError):
-        fields = None
+        fields = parse(raw)
+    except BadRequest as e:
+        raise BadRequest(f"no JSON object: {e}") from None
     if not isinstance(fields, dict):
         raise BadRequest("no JSON object")
     name: object = fields.pop("id", None)
@@ -248,7 +251,8 @@ class Output:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises BadRequest if something else than a file is there or another process writes it, DiskError, NoSpace."""
+        """Raises BadRequest if something else than a file is there, DeltafinError if another process writes to it,
+        DiskError or NoSpace."""
         self.path = path
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
@@ -259,7 +263,7 @@ class Output:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise BadRequest(f"{path}: no regular file; leave -o out to print the results")
-            _lock(fd, path)
+            lock(fd, path)
         except BaseException:
             self._file.close()
             raise
@@ -279,12 +283,15 @@ class Output:
         """
         reader = io.BufferedReader(self._file)
         try:
-            while (raw := reader.readline()).endswith(b"\n"):
+            while (raw := reader.readline(RESULT_NBYTES)).endswith(b"\n"):
                 line = next(lines, None)
                 if line is None or not _take(raw, line, keys.of(line.text), totals, tokens=tokens):
                     raise self._foreign(totals.texts + 1)
                 self._end += len(raw)
-            if raw[: len(_BEGIN)] != _BEGIN[: len(raw)]:  # no result of ours that was cut short: not ours to remove
+            begun = raw.rstrip(b"\0")  # zeros may follow after a power cut
+            nothing_but_zeros = raw != b"" and not begun and not self._end
+            foreign = len(raw) == RESULT_NBYTES or begun[: len(_BEGIN)] != _BEGIN[: len(begun)]
+            if foreign or nothing_but_zeros:  # not ours to remove
                 raise self._foreign(totals.texts + 1)
             self._file.truncate(self._end)
         except OSError as e:
@@ -301,6 +308,8 @@ class Output:
     def write(self, lines: abc.Sequence[abc.Mapping[str, object]]) -> None:
         data = _json_lines(lines)
         try:
+            if not is_same(self._file.fileno(), self.path):
+                raise DiskError(f"{self.path}: was moved or removed while it was written; put it back and run it again")
             self._file.seek(self._end)
             left = memoryview(data)
             while left:  # a write may be cut short
@@ -323,20 +332,11 @@ def _json_lines(lines: abc.Sequence[abc.Mapping[str, object]]) -> bytes:
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-def _lock(fd: int, path: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BadRequest(f"{path}: another process writes to it; wait for it, or choose another file") from None
-    except OSError:
-        pass  # a file system without locks: that no other process writes there is then the user's to know
-
-
 def _take(raw: bytes, line: Line, key: str, totals: Totals, *, tokens: bool) -> bool:
     """Adds a line of results to the totals, if it is the result of that text."""
     try:
-        fields: object = json.loads(raw)
-    except (ValueError, RecursionError):
+        fields = parse(raw)
+    except BadRequest:
         return False
     if not isinstance(fields, dict):
         return False
@@ -344,7 +344,7 @@ def _take(raw: bytes, line: Line, key: str, totals: Totals, *, tokens: bool) -> 
     count, total, greedy = (fields.get(name) for name in ("tokens", "logprob", "greedy"))
     if not same or count != len(line.text.ids) - line.text.first or ("logprobs" in fields) != tokens:
         return False
-    if not isinstance(total, float) or not isinstance(greedy, bool):
+    if not isinstance(total, float) or not math.isfinite(total) or not isinstance(greedy, bool):
         return False
     totals.add(count, total, greedy)
     return True

@@ -242,6 +242,8 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     try:
         report = try_kills(given.kills, given.seed, given.requests, ("--parallel", str(given.parallel)))
+        if report.kills < given.kills:
+            raise Unexpected(f"all was answered after {report.kills} of {given.kills} kills; give more --requests")
     except Unexpected as e:
         print(f"kill_batches: {e}", file=sys.stderr)
         return 1

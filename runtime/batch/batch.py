@@ -215,7 +215,7 @@ class Batch:
     def _too_long(self, length: int) -> BadBody:
         return BadBody(
             f"prompt and answer may come to {length} tokens; there is memory for {self._size.most_tokens}. Ask for "
-            "fewer new tokens, or give the batch more --ram",
+            "fewer new tokens, or remove this answer and run the batch with more --ram",
             "max_tokens",
             "context_length_exceeded",
         )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import numpy as np
 import xxhash
@@ -25,7 +25,7 @@ MAGIC = b"DfJ1"
 SYNC_EVERY_S = 5.0  # a power cut costs this much; a kill costs nothing
 _HEAD = struct.Struct("<4s16sIII")  # magic, key, index of the first token, tokens, alternatives + 1 (0: no logprobs)
 _CHECK = struct.Struct("<Q")  # XXH3-64 of all before it
-MOST_TOKENS, MOST_ALTERNATIVES = 1 << 24, 1 << 20  # of one record; more is no record
+MOST_TOKENS, MOST_ALTERNATIVES, MOST_RECORD_NBYTES = 1 << 24, 1 << 20, 1 << 30  # of one record; more is no record
 REWRITE_ABOVE_NBYTES = 16 << 20  # of records that nobody needs any more
 
 News = tuple[bytes, int, Sequence[Chosen]]  # the key of a request, how many tokens it had, and those that are new
@@ -45,20 +45,19 @@ def pack_record(key: bytes, first: int, tokens: Sequence[Chosen]) -> bytes:
     return raw + _CHECK.pack(xxhash.xxh3_64_intdigest(raw))
 
 
-def read_records(data: bytes) -> Iterator[News]:
-    """The records up to the first bad one."""
-    at = 0
-    while len(data) - at >= _HEAD.size + _CHECK.size:
-        magic, key, first, count, alternatives = _HEAD.unpack_from(data, at)
+def read_records(file: BinaryIO) -> Iterator[News]:
+    """The records up to the first bad one; one at a time is in memory."""
+    while len(head := file.read(_HEAD.size)) == _HEAD.size:
+        magic, key, first, count, alternatives = _HEAD.unpack(head)
         if magic != MAGIC or not 0 < count <= MOST_TOKENS or alternatives > MOST_ALTERNATIVES:
             return
-        body = at + _HEAD.size
         nbytes = 4 * count + (4 * count + 8 * count * (alternatives - 1) if alternatives else 0)
-        end = body + nbytes
-        if end + _CHECK.size > len(data) or _CHECK.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[at:end]):
+        if nbytes > MOST_RECORD_NBYTES:
             return
-        yield key, first, _tokens(data, body, count, alternatives)
-        at = end + _CHECK.size
+        body, check = file.read(nbytes), file.read(_CHECK.size)
+        if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != xxhash.xxh3_64_intdigest(head + body):
+            return
+        yield key, first, _tokens(body, count, alternatives)
 
 
 class Journal:
@@ -72,16 +71,14 @@ class Journal:
         self._nbytes = self._live_nbytes = 0
         self._synced_at = time.monotonic()
         try:
-            data = path.read_bytes() if path.is_file() else b""
+            if path.is_file():
+                with path.open("rb") as file:
+                    self._take_in(file, wanted)
         except OSError as e:
             raise disk_error(e, path, "cannot read the journal") from None
         for left in stale_files(path.parent):
             if left.name.startswith(f".{path.name}."):
                 discard(left)
-        for key, first, tokens in read_records(data):
-            known = self.pending.get(key, [])
-            if wanted(key) and first == len(known):  # else it belongs to an answer that is there, or is no use
-                self.pending[key] = known + list(tokens)
         self.rewrite({})
 
     def take(self, key: bytes) -> list[Chosen]:
@@ -149,9 +146,16 @@ class Journal:
             os.close(self._fd)
             self._fd = -1
 
+    def _take_in(self, file: BinaryIO, wanted: Callable[[bytes], bool]) -> None:
+        for key, first, tokens in read_records(file):
+            known = self.pending.get(key, [])
+            if wanted(key) and first == len(known):  # else it belongs to an answer that is there, or is no use
+                known += tokens
+                self.pending[key] = known
+
 
 def journal_path(output: Path) -> Path:
-    return output.with_name(output.name + ".journal")
+    return output.parent / f"{output.name}.journal"
 
 
 def append_whole(fd: int, raw: bytes, nbytes: int) -> None:
@@ -165,14 +169,14 @@ def append_whole(fd: int, raw: bytes, nbytes: int) -> None:
         raise
 
 
-def _tokens(data: bytes, at: int, count: int, alternatives: int) -> list[Chosen]:
-    ids = np.frombuffer(data, "<u4", count, at).tolist()
+def _tokens(body: bytes, count: int, alternatives: int) -> list[Chosen]:
+    ids = np.frombuffer(body, "<u4", count).tolist()
     if not alternatives:
         return [Chosen(i, None, ()) for i in ids]
     top = alternatives - 1
-    logprobs = np.frombuffer(data, "<f4", count, at + 4 * count).tolist()
-    others = np.frombuffer(data, "<u4", count * top, at + 8 * count).reshape(count, top).tolist()
-    values = np.frombuffer(data, "<f4", count * top, at + 8 * count + 4 * count * top).reshape(count, top).tolist()
+    logprobs = np.frombuffer(body, "<f4", count, 4 * count).tolist()
+    others = np.frombuffer(body, "<u4", count * top, 8 * count).reshape(count, top).tolist()
+    values = np.frombuffer(body, "<f4", count * top, 8 * count + 4 * count * top).reshape(count, top).tolist()
     return [
         Chosen(i, p, tuple(zip(o, v, strict=True))) for i, p, o, v in zip(ids, logprobs, others, values, strict=True)
     ]

@@ -1,7 +1,7 @@
 """The input of a batch: which requests there are, which can be answered, and how long they can get.
 
 The whole file is read and checked before anything is computed, so that a mistake in the last line is known at once.
-What stays of it in memory is some 60 bytes a line; a line is read again when it is its turn.
+What stays of it in memory is some 130 bytes a line; a line is read again when it is its turn.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Requests:
                 why = f"answers a request that is not in {self.path}"
             else:
                 why = f"answers another version of a request in {self.path}, or was made with another model or setting"
-            raise BadRequest(f"{results.path}: line {number + 1} {why}; choose another output")
+            raise BadRequest(f"{results.path}: line {number + 1} {why}; remove that line, or choose another output")
 
 
 def beginning_key(task: Task) -> bytes:

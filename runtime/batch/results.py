@@ -6,8 +6,6 @@ in `id` by a digest of the request and of all that its answer depends on.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import re
@@ -17,10 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from deltafin.errors import BadRequest, DeltafinError, DiskError
+from deltafin.errors import BadRequest, DiskError
 from deltafin.indexer import disk_error, sync_directory
 from deltafin.runtime.batch.journal import append_whole
 from deltafin.runtime.batch.keys import Keys, digest
+from deltafin.runtime.exclusive import is_same, lock
 from deltafin.runtime.openai import parse, write_line
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,6 @@ ID_PREFIX = "batch_req_"
 _ID = re.compile(ID_PREFIX + "([0-9a-f]{32})", re.ASCII)
 _BEGINNING = f'{{"id":"{ID_PREFIX}'.encode()
 MOST_LINE_NBYTES = 1 << 30
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Results:
@@ -67,7 +65,7 @@ class Results:
         """Adds the answer to a request; when this returns, it is on the drive. Raises NoSpace or DiskError."""
         line = write_line({"id": ID_PREFIX + key.hex(), "custom_id": custom_id, "response": response, "error": error})
         try:
-            if not _is_same(self._fd, self.path):
+            if not is_same(self._fd, self.path):
                 raise DiskError(f"{self.path}: was moved or removed while it was written; put it back and run it again")
             append_whole(self._fd, line, self._nbytes)
             self._nbytes += len(line)
@@ -79,7 +77,7 @@ class Results:
         """Gives the lock back. A file that was made in vain goes."""
         if self._fd < 0:
             return
-        if self._made and os.fstat(self._fd).st_size == 0 and _is_same(self._fd, self.path):
+        if self._made and os.fstat(self._fd).st_size == 0 and is_same(self._fd, self.path):
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
@@ -129,6 +127,8 @@ class Results:
 
     def _identify(self, line: bytes, number: int) -> tuple[bytes, str]:
         """The key and custom_id of an answer. Raises BadRequest."""
+        if line.isspace():
+            raise self._foreign(number, "it is empty")
         try:
             answer = parse(line)
         except BadRequest as e:
@@ -136,14 +136,24 @@ class Results:
         fields = answer if isinstance(answer, dict) else {}
         name, custom_id = fields.get("id"), fields.get("custom_id")
         found = _ID.fullmatch(name) if isinstance(name, str) else None
-        if found is None or not isinstance(custom_id, str):
+        if found is None or not isinstance(custom_id, str) or not _is_text(custom_id):
             raise self._foreign(number, "no id and custom_id of df-run batch in it")
         return bytes.fromhex(found[1]), custom_id
 
     def _foreign(self, number: int, why: str) -> BadRequest:
         return BadRequest(
-            f"{self.path}: line {number} is no answer of this command ({why}); choose another output, or move it away"
+            f"{self.path}: line {number} is no answer of this command ({why}); remove the line if it is there by "
+            "mistake, or choose another output"
         )
+
+
+def _is_text(name: str) -> bool:
+    """Not if half of a surrogate pair is in it, which no request has in its name."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_begun(line: bytes) -> bool:
@@ -164,8 +174,8 @@ def _open_locked(path: Path) -> tuple[int, bool]:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise BadRequest(f"{path}: is no file; a batch needs one, to go on after an interruption")
-            _lock(fd, path)
-            if _is_same(fd, path):
+            lock(fd, path)
+            if is_same(fd, path):
                 if made:
                     sync_directory(path.parent)
                 return fd, made
@@ -173,23 +183,3 @@ def _open_locked(path: Path) -> tuple[int, bool]:
             os.close(fd)
             raise
         os.close(fd)  # whoever had it before removed it: it is another file now, or none
-
-
-def _lock(fd: int, path: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DeltafinError(
-            f"{path}: another process is writing to it; wait for it, or choose another output"
-        ) from None
-    except OSError as e:
-        if e.errno not in _NO_LOCKS:
-            raise disk_error(e, path, "cannot lock the output") from None
-        log.warning("%s: this file system has no locks; see that no other process writes to it", path)
-
-
-def _is_same(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False

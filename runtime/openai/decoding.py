@@ -13,8 +13,9 @@ from deltafin.runtime.sampling import MOST_SEED, MOST_TEMPERATURE, Sampling, res
 
 MOST_TOP_LOGPROBS = 20
 MOST_STOPS = 4
+MOST_STOP_LENGTH = 1 << 16  # searching takes memory for each character, and none that long was ever meant
 MOST_BIASES = 1024
-_TOKEN = re.compile(r"[0-9]{1,9}", re.ASCII)
+_TOKEN = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)  # one way to write each
 # Fields that say who asks, or what a service does around an answer; none can change it.
 _ABOUT_THE_CALLER = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
@@ -148,6 +149,8 @@ def _stops(fields: Fields) -> tuple[str, ...]:
         raise BadBody(f"{path}: expected a string or a list of strings", path)
     if len(texts) > MOST_STOPS:
         raise BadBody(f"{path} has {len(texts)} strings; at most {MOST_STOPS}", path)
+    if any(len(text) > MOST_STOP_LENGTH for text in texts):
+        raise BadBody(f"{path} has a string of more than {MOST_STOP_LENGTH:,} characters", path)
     if "" in texts:
         raise BadBody(f"{path}: an empty string would end every answer before it begins", path)
     return tuple(dict.fromkeys(texts))

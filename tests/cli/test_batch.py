@@ -118,6 +118,12 @@ def test_another_model_by_name_is_said_and_the_answer_tells_the_truth(batch, fil
     assert {r["body"]["model"] for r in answers(tmp_path).values()} == {"demo"}
 
 
+def test_a_name_of_any_length_is_said_in_a_few_words(batch, files):
+    done = batch("demo", *files(request("a", model="m" * 100_000), request("b", model="\ud800\n")))
+    assert done.status == 0 and len(done.err) < 1000
+    assert f"requests name the model {'m' * 100}.. and \\ud800; demo answers them" in done.err
+
+
 def test_requests_that_say_no_limit_get_that_of_the_command(batch, files, tmp_path):
     batch("demo", *files(request("a", max_tokens=None)), "--max-new", 3)
     assert answers(tmp_path)["a"]["body"]["usage"]["completion_tokens"] == 3
@@ -132,6 +138,19 @@ def test_standard_input_and_output_are_refused(batch, files, tmp_path):
     assert "could not be gone on with" in one_line(batch("demo", "-i", source, "-o", "-"), 2)
     assert "is the input, too" in one_line(batch("demo", "-i", source, "-o", source), 2)
     assert not target.exists()
+
+
+def test_an_input_with_the_name_of_the_journal_is_refused_and_stays(batch, files, tmp_path):
+    _, source, _, target = files(request("a"))
+    journal = source.rename(tmp_path / "out.jsonl.journal")
+    content = journal.read_bytes()
+    assert "has the name of the journal of" in one_line(batch("demo", "-i", journal, "-o", target), 2)
+    assert journal.read_bytes() == content and not target.exists()
+
+
+@pytest.mark.parametrize("target", ["", ".", "/"])
+def test_an_output_without_a_name_is_refused_in_one_line(batch, files, target):
+    assert "cannot open the output" in one_line(batch("demo", *files(request("a"))[:2], "-o", target), 1)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +175,7 @@ def test_an_output_of_another_input_is_one_line_and_stays_as_it_is(batch, files,
     before = (tmp_path / "out.jsonl").read_bytes()
     line = one_line(batch("demo", *files(request("other"))), 2)
     assert "out.jsonl: line 1 answers a request that is not in" in line
+    assert "; remove that line, or choose another output" in line
     assert "another model or setting" in one_line(batch("demo", *files(request("a")), "--max-new", 9), 2)
     assert (tmp_path / "out.jsonl").read_bytes() == before
 

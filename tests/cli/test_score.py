@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import signal
 
 import numpy as np
 import pytest
 
+from deltafin.errors import DiskError
 from deltafin.runtime import Segment
+from deltafin.runtime.scorefiles import Output
 
 TEXTS = [
     {"id": "whole", "text": "The capital of France is Paris."},
@@ -105,6 +108,9 @@ def test_the_summary_is_one_object_where_the_results_go_to_a_file(df, texts, tmp
         (b"{", "no JSON object"),
         (b"[" * 100_000, "no JSON object"),
         (b'"text"', "no JSON object"),
+        (b'\xef\xbb\xbf{"ids": [1, 2]}', "no JSON object: a byte order mark stands before it"),
+        (b'{"text": "a b", "text": "c d"}', "no JSON object: 'text' is twice in one object"),
+        (b'{"ids": [1, 2], "id": NaN}', "no JSON object: not JSON (NaN is no number there)"),
         (b'{"text": "\xff"}', "no UTF-8 (byte 10)"),
         (b"{}", "it has nothing; expected"),
         (b'{"text": "a b", "weight": 2}', "it has 'text', 'weight'; expected"),
@@ -204,7 +210,12 @@ def test_results_of_something_else_are_left_alone(df, texts, tmp_path):
             df("df-run", "score", "demo", *words, "-o", out)
         )
         assert out.read_bytes() == before
-    for content in (b"my only notes", b'{"ids": [1, 2]}', before + b"{", b"\n" + before):
+    for value in (b"NaN", b"1e999", b'"-1"', b"true"):
+        damaged = re.sub(rb'"logprob": [^,]*', b'"logprob": ' + value, before, count=1)
+        out.write_bytes(damaged)
+        assert "line 1 is not the result" in _refused(df("df-run", "score", "demo", "-i", texts(), "-o", out))
+        assert out.read_bytes() == damaged
+    for content in (b"\0" * 100, b"my only notes", b'{"ids": [1, 2]}', before + b"{", b"\n" + before):
         out.write_bytes(content)
         done = df("df-run", "score", "demo", "-i", texts(), "-o", out)
         if content.endswith(b"{"):  # may be the beginning of a result
@@ -222,11 +233,32 @@ def test_an_output_that_is_no_file_or_is_being_written_is_refused(df, texts, tmp
     assert "no regular file; leave -o out" in _refused(df("df-run", "score", "demo", "-i", texts(), "-o", "/dev/null"))
     with (tmp_path / "out").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "another process writes to it" in _refused(
-            df("df-run", "score", "demo", "-i", texts(), "-o", tmp_path / "out")
-        )
+        done = df("df-run", "score", "demo", "-i", texts(), "-o", tmp_path / "out")
+        assert done.status == 1 and "another process is writing to it" in done.err
     done = df("df-run", "score", "demo", "-i", texts(), "-o", tmp_path / "none" / "out")
     assert done.status == 1 and "none/out: cannot write: No such file or directory" in done.err
+
+
+def test_zeros_after_a_power_cut_are_an_unfinished_line(df, texts, tmp_path):
+    out = tmp_path / "out"
+    assert df("df-run", "score", "demo", "-i", texts(), "-o", out).status == 0
+    whole = out.read_bytes()
+    for tail in (b"\0" * 5000, b'{"line": 5, "id"' + b"\0" * 5000):
+        out.write_bytes(whole[: whole.rindex(b'{"line"')] + tail)
+        assert df("df-run", "score", "demo", "-i", texts(), "-o", out).status == 0
+        assert out.read_bytes() == whole
+
+
+def test_an_output_that_was_taken_away_is_noticed(tmp_path):
+    with Output(tmp_path / "out") as output:
+        output.write([{"line": 1}])
+        (tmp_path / "out").rename(tmp_path / "elsewhere")
+        with pytest.raises(DiskError, match="was moved or removed"):
+            output.write([{"line": 2}])
+        (tmp_path / "out").write_bytes(b"of another")
+        with pytest.raises(DiskError, match="was moved or removed"):
+            output.write([{"line": 2}])
+    assert (tmp_path / "elsewhere").read_bytes().count(b"\n") == 1
 
 
 def test_a_full_disk_keeps_whole_lines_and_the_next_run_goes_on(df, many, tmp_path, small_disk):

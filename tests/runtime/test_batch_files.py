@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
+import struct
 import subprocess
 import sys
 
@@ -91,7 +93,7 @@ def journal(tmp_path):
 def test_records_of_all_shapes_come_back_to_the_bit():
     records = [(key(1), 0, PLAIN), (key(2), 7, LOUD), (key(3), 2**32 - 1, TOP), (key(1), 5, PLAIN[:1])]
     raw = b"".join(pack_record(*record) for record in records)
-    assert list(read_records(raw)) == records
+    assert list(read_records(io.BytesIO(raw))) == records
 
 
 def test_what_passes_brought_is_there_for_the_next_run(journal):
@@ -118,7 +120,7 @@ def test_a_journal_cut_at_any_byte_gives_whole_records_and_goes_on(journal, tmp_
     ends[1] = ends[0] + len(pack_record(key(2), 0, TOP))
     for cut in range(len(raw) + 1):
         path.write_bytes(raw[:cut])
-        found = list(read_records(raw[:cut]))
+        found = list(read_records(io.BytesIO(raw[:cut])))
         assert len(found) == sum(end <= cut for end in ends)
     path.write_bytes(raw[: len(raw) - 1])
     again = journal()
@@ -134,7 +136,7 @@ def test_a_flipped_bit_is_never_believed():
         at = rng.randrange(len(raw) * 8)
         damaged = bytearray(raw)
         damaged[at // 8] ^= 1 << at % 8
-        found = list(read_records(bytes(damaged)))
+        found = list(read_records(io.BytesIO(damaged)))
         assert found == records[: len(found)] and len(found) < 3
 
 
@@ -149,6 +151,33 @@ def test_noise_is_no_journal(journal, tmp_path):
     for nbytes in (0, 3, 44, 10_000):
         (tmp_path / "out.jsonl.journal").write_bytes(rng.randbytes(nbytes))
         assert journal().pending == {}
+
+
+def test_a_journal_of_any_size_is_read_record_by_record(journal, tmp_path):
+    path = tmp_path / "out.jsonl.journal"
+    journal().append([(key(1), 0, PLAIN)])
+    os.truncate(path, 1 << 40)  # zeros, which take no room
+    assert journal().pending == {key(1): PLAIN}
+    claims = struct.pack("<4s16sIII", b"DfJ1", key(1), 5, 1 << 24, 1 << 20)  # 128 TiB in one record
+    path.write_bytes(pack_record(key(1), 0, PLAIN) + claims)
+    os.truncate(path, 1 << 40)
+    assert journal().pending == {key(1): PLAIN} and path.stat().st_size < 1000
+
+
+def test_a_long_answer_in_many_records_is_put_together_in_place(journal, monkeypatch):
+    records = [(key(1), first, PLAIN[:1]) for first in range(1000)]
+    journal().append(records)
+    again = journal()
+    ids = []
+    take_in = Journal._take_in
+
+    def watched(self, file, wanted):
+        take_in(self, file, lambda k: ids.append(id(self.pending.get(k))) or wanted(k))
+
+    monkeypatch.setattr(Journal, "_take_in", watched)
+    again.append([(key(1), 1000 + n, PLAIN[:1]) for n in range(1000)])
+    assert len(journal().pending[key(1)]) == 2000
+    assert len(set(ids[1:])) == 1, "a new list for every record would take quadratic time"
 
 
 def test_rewriting_keeps_what_is_under_way_and_nothing_else(journal, tmp_path):
@@ -271,6 +300,7 @@ def test_zeros_after_a_power_cut_are_an_unfinished_line(output):
         b"[" * 50_000 + b"\n",
         b'{"id":"batch_req_' + b"0" * 31 + b'","custom_id":"a"}\n',
         b'{"id":"batch_req_' + b"0" * 32 + b'","custom_id":1}\n',
+        b'{"id":"batch_req_' + b"0" * 32 + b'","custom_id":"\\ud800"}\n',
     ],
     ids=lambda c: str(c[:20]),
 )
@@ -286,6 +316,14 @@ def test_a_damaged_line_in_the_middle_is_named(output):
     lines = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(lines[0] + lines[1][: len(lines[1]) // 2] + lines[2])
     with pytest.raises(BadRequest, match="line 2 is no answer"):
+        Results(output)
+
+
+def test_an_empty_line_is_named_as_one(output):
+    write_some(output, [1])
+    with output.open("ab") as file:
+        file.write(b"\r\n")
+    with pytest.raises(BadRequest, match=r"line 2 is no answer of this command \(it is empty\); remove the line"):
         Results(output)
 
 
@@ -405,6 +443,11 @@ BAD_FILES = {
     "not UTF-8": [b'{"custom_id": "\xff"}\n'],
     "nested": [b"[" * 100_000 + b"\n"],
 }
+
+
+def test_a_byte_order_mark_is_called_by_its_name(scan):
+    with pytest.raises(BadRequest, match=r"line 1: a byte order mark stands before it; save the file as UTF-8 without"):
+        scan(b"\xef\xbb\xbf" + json.dumps(line()).encode())
 
 
 @pytest.mark.parametrize("lines", BAD_FILES.values(), ids=BAD_FILES)

@@ -135,8 +135,18 @@ WRONG = {
     "n": [2, 0, True, 1.5, "1", [1]],
     "frequency_penalty": [0.5, False, "0"],
     "presence_penalty": [-1],
-    "stop": ["", ["a", ""], 1, ["a", 1], [["a"]], list("abcde"), {}],
-    "logit_bias": [{"x": 1}, {"-1": 1}, {"2048": 1}, {"1.0": 1}, {"٣": 1}, [], 1, {str(n): 1 for n in range(1025)}],
+    "stop": ["", ["a", ""], 1, ["a", 1], [["a"]], list("abcde"), {}, ["a", "b" * 65_537]],
+    "logit_bias": [
+        {"x": 1},
+        {"-1": 1},
+        {"2048": 1},
+        {"1.0": 1},
+        {"٣": 1},
+        {"01": 1},
+        [],
+        1,
+        {str(n): 1 for n in range(1025)},
+    ],
     "store": [True, 0],
     "service_tier": ["flex"],
     "stream": ["yes", 1],
@@ -254,6 +264,27 @@ def test_deep_nesting_is_refused_and_no_crash(chat):
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
     assert refusal(chat, tools=[tool]) == "tools"
     assert refusal(chat, something=deep) == "something"
+
+
+def test_what_is_too_deep_does_not_depend_on_who_reads_it():
+    def from_below(frames, raw):
+        return from_below(frames - 1, raw) if frames else _can_be_read(raw)
+
+    for depth in (1, 199, 200, 201, 202, *range(850, 1000)):
+        for opened, closed in ((b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")):
+            times = depth // len(closed)
+            raw = opened * times + b"1" + closed * times
+            expected = times * len(closed) <= 200
+            assert from_below(0, raw) == from_below(100, raw) == expected, depth
+
+
+def _can_be_read(raw):
+    try:
+        parse(raw)
+    except BadRequest as e:
+        assert "nested more than 200 deep" in str(e)
+        return False
+    return True
 
 
 def test_a_reserved_id_cannot_be_asked_for(chat, demo):

@@ -38,3 +38,13 @@ def test_a_broken_output_would_be_noticed(kill_batches, tmp_path, lines, why):
     path.write_text("".join(json.dumps(n if isinstance(n, dict) else answer(n)) + "\n" for n in lines))
     with pytest.raises(kill_batches.Unexpected, match=why):
         kill_batches.answers(path)
+
+
+def test_fewer_kills_than_asked_for_are_no_success(kill_batches, monkeypatch, capsys):
+    def done_early(kills, seed, count, words):
+        return kill_batches.Report(count, 3, [1, 2, count], 0, 100, 50, 10)
+
+    monkeypatch.setattr(kill_batches, "try_kills", done_early)
+    assert kill_batches.main(["--kills", "4"]) == 1
+    assert capsys.readouterr() == ("", "kill_batches: all was answered after 3 of 4 kills; give more --requests\n")
+    assert kill_batches.main(["--kills", "3"]) == 0
