@@ -77,7 +77,7 @@ class ChatJob:
         settings = self._settings
         screen = ChatScreen(quiet=settings.as_json, hide_thinking=self._options.hide_thinking)
         with (
-            Talk(engine, self._conversation, how, settings, screen) as talk,
+            Talk(engine, self._conversation, how, settings, screen, as_before=self._options.effort is None) as talk,
             saving_at_the_end(lambda path: _save(talk, path), settings.states),
         ):
             self._talk(engine, talk, how)
@@ -105,7 +105,7 @@ class ChatJob:
             try:
                 message = reader.message()
                 if message.startswith("/") and not reader.quoted:
-                    effort = self._command(talk, message, effort)
+                    effort = self._command(talk, reader, message, effort)
                 elif message.strip():
                     _turns(talk, reader, UserMessage(message))
             except Leave:
@@ -115,7 +115,7 @@ class ChatJob:
                     raise
                 click.echo(f"df-run: {one_line(str(e))}", err=True)
 
-    def _command(self, talk: Talk, line: str, effort: str | None) -> str | None:
+    def _command(self, talk: Talk, reader: MessageReader, line: str, effort: str | None) -> str | None:
         """Does what a line that begins with / says; returns the effort of conversations to come."""
         name, _, argument = line.strip().partition(" ")
         argument = argument.strip()
@@ -127,9 +127,9 @@ class ChatJob:
         elif name == "/effort" and argument:
             thinking_of(argument, "effort")
             effort = argument
-            talk.restart(_conversation(self._options, effort))
+            self._restart(talk, reader, effort)
         elif name == "/clear" and not argument:
-            talk.restart(_conversation(self._options, effort))
+            self._restart(talk, reader, effort)
         elif name == "/help":
             click.echo(HELP, err=True)
         else:
@@ -138,6 +138,11 @@ class ChatJob:
                 f"between two lines of {BLOCK}"
             )
         return effort
+
+    def _restart(self, talk: Talk, reader: MessageReader, effort: str | None) -> None:
+        talk.restart(_conversation(self._options, effort))
+        if reader.terminal:
+            click.echo("(a new conversation)", err=True)
 
 
 def _turns(talk: Talk, reader: MessageReader, message: Message) -> None:

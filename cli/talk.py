@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -27,6 +28,8 @@ from deltafin.runtime.chat import (
     Message,
     ReasoningText,
     ReasoningWasContent,
+    encode,
+    pieces,
     prompt,
 )
 from deltafin.runtime.states import PrefixStore, PrefixWriter, load_state, save_state
@@ -42,8 +45,16 @@ class Talk:
     """
 
     def __init__(
-        self, engine: Model, conversation: Conversation, how: Choosing, settings: RunSettings, screen: ChatScreen
+        self,
+        engine: Model,
+        conversation: Conversation,
+        how: Choosing,
+        settings: RunSettings,
+        screen: ChatScreen,
+        *,
+        as_before: bool = False,
     ) -> None:
+        """`as_before`: answers of a saved conversation think if its last one did, whatever `conversation` says."""
         self._engine, self._how, self._settings, self._screen = engine, how, settings, screen
         self._stack = ExitStack()
         self._trace: TraceWriter | None = None
@@ -61,7 +72,7 @@ class Talk:
         if path is None:
             self._dialogue = Dialogue(self._tokenizer, conversation)
         else:
-            self._seq, self._dialogue = self._resume(path, conversation)
+            self._seq, self._dialogue = self._resume(path, conversation, as_before)
 
     def __enter__(self) -> Self:
         if (trace := self._settings.trace) is not None:
@@ -185,12 +196,23 @@ class Talk:
         stack.callback(_finish, writer)
         return Checkpoint(shared, writer)
 
-    def _resume(self, path: Path, conversation: Conversation) -> tuple[Sequence, Dialogue]:
+    def _resume(self, path: Path, conversation: Conversation, as_before: bool) -> tuple[Sequence, Dialogue]:
         saved = load_state(path, self._engine)
         ids = [*saved.seq.ids, *saved.pending]
         if not ids or ids[-1] != self._tokenizer.special_id("<|end_of_msg|>"):
             raise BadRequest(f"{path}: the state of a text, not of a chat; go on with it without --chat")
+        if as_before:
+            conversation = replace(conversation, thinking=self._thought(ids))
         return saved.seq, Dialogue(self._tokenizer, conversation, ids)
+
+    def _thought(self, ids: list[int]) -> bool:
+        """Whether the last answer of a conversation was asked to think."""
+        places = {}
+        for thinking in (True, False):
+            opening = encode(pieces(Conversation(thinking=thinking)), self._tokenizer)
+            ends = range(len(ids) - len(opening), -1, -1)
+            places[thinking] = next((at for at in ends if ids[at : at + len(opening)] == opening), -1)
+        return places[True] >= places[False]
 
 
 def _finish(writer: PrefixWriter) -> None:

@@ -179,6 +179,8 @@ def test_a_saved_conversation_goes_on(ask, df, tmp_path):
     ask(JAPAN, "--save-state", file, "--keep-states", "0")
     on = ask("And of Italy?", "--load-state", file, "--keep-states", "0")
     assert (on.status, on.out, on.err) == (0, whole[1] + "\n", "")
+    again = df("df-run", "demo", "--chat", "--prompt", "And of Italy?", "--load-state", file, "--keep-states", "0")
+    assert (again.out, again.err) == (on.out, ""), "it thinks as little as before, unasked"
     for option in (("--system", "x"), ("--effort", "low")):
         _refused(ask("And?", "--load-state", file, *option), "has its own")
     df("df-run", "demo", "--prompt", "The capital", "--max-new", 2, "--save-state", file)
