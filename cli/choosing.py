@@ -43,7 +43,7 @@ _options = options(
         "--draft",
         type=click.Choice(["ngram", "none"]),
         help="Guess tokens from what was said before and check several in a pass, where that pays. On the CPU it "
-        "changes no token (default: ngram, but none where guesses would be fetched, with --trace, and with torch).",
+        "changes no token (default: ngram, but none where an expert is missing, with --trace, and with torch).",
     ),
     click.option(
         "--draft-depth", type=click.IntRange(min=1), metavar="N", help="Most tokens guessed at a time (default: 4)."
@@ -84,10 +84,12 @@ class Choosing:
     def beside(self, store: Store, device: str) -> Choosing:
         """For this store and device.
 
-        Unasked, nothing is guessed where experts would be fetched for it that nobody may need; nor with torch, which
-        has no times to say what pays, and whose rows may depend on their company in the last bit.
+        Unasked, nothing is guessed where an expert is missing: a guess may want one that nobody needs; nor with torch,
+        which has no times to say what pays, and whose rows may depend on their company in the last bit.
         """
-        return self if self.asked or not (store.may_fetch or device != "cpu") else replace(self, depth=0)
+        if self.asked or self.depth == 0 or (device == "cpu" and _has_all_experts(store)):
+            return self
+        return replace(self, depth=0)
 
     def new_draft(self) -> Draft | None:
         from deltafin.runtime import NGram
@@ -128,6 +130,14 @@ def choose(given: ChoosingOptions, *, as_json: bool, traced: bool) -> Choosing:
     guesses = not traced and given.draft != "none"
     asked = given.draft == "ngram" or given.draft_depth is not None
     return Choosing(sampling, given.stops, (given.draft_depth or DEPTH) if guesses else 0, asked)
+
+
+def _has_all_experts(store: Store) -> bool:
+    from deltafin.store import expert_items
+
+    config = store.catalog.config
+    experts = expert_items(store.catalog, config.moe_layers, range(config.num_experts))
+    return all(store.is_local(item.span) for item in experts)
 
 
 def check_for(how: Choosing, model: Model) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from deltafin.errors import BadRequest, NoMemory
+from deltafin.errors import BadRequest, Missing, NoMemory
 from deltafin.runtime.draft import Draft
 from deltafin.runtime.drafted import DraftedExperts
 from deltafin.runtime.gate import Drafted, Gate
@@ -213,7 +213,7 @@ class Runner:
         self.model = model
         self.gate = gate
         self.active: list[Generation] = []
-        self._drafts_fit = True  # into memory
+        self._drafting = True  # until proposals have failed for want of memory, or of an expert
         self._rides: list[_Ride] = []  # of the last pass, until all have what came of it
 
     def add(self, generation: Generation) -> None:
@@ -241,11 +241,11 @@ class Runner:
         experts = DraftedExperts({g.seq.number: len(g.seq) + len(s) - s.drafted for g, s in segments if s.drafted})
         try:
             logits = self._forward(segments, experts, observer)
-        except NoMemory as e:
+        except (NoMemory, Missing) as e:  # a guess may want an expert that is not here, and never ends a run
             if not any(segment.drafted for _, segment in segments):
                 raise
             log.warning("%s; going on without proposals", e)
-            self._drafts_fit = False
+            self._drafting = False
             segments = [(generation, _undrafted(segment)) for generation, segment in segments]
             logits = self._forward(segments, experts, observer)
         self._rides = _rides(segments, logits)
@@ -305,7 +305,7 @@ class Runner:
     def _depth(self) -> int:
         """Most proposals for an answer in the next pass."""
         asked = max((g.depth for g in self.active if g.draft is not None), default=0)
-        if not self._drafts_fit or asked == 0:
+        if not self._drafting or asked == 0:
             return 0
         return asked if self.gate is None else self.gate.depth(asked)
 

@@ -41,6 +41,18 @@ def _data_ranges(server, catalog) -> Counter[tuple[int, int, int]]:
     return seen
 
 
+def test_offline_a_guess_never_wants_what_is_not_here(df, hub, demo_dir):
+    """The text repeats itself, so there is much to guess; only the experts that it needs have been fetched."""
+    hub(demo_dir)
+    prompt = ("--prompt", "one two three one two three one two", "--max-new", 40)
+    first = df("df-run", REPO, *prompt, "--draft", "none")
+    again = df("df-run", REPO, *prompt, "--offline", "--stats")
+    assert (again.status, again.out) == (0, first.out)
+    assert "drafts" not in again.err
+    forced = df("df-run", REPO, *prompt, "--offline", "--draft", "ngram", "--draft-depth", 8)
+    assert (forced.status, forced.out) == (0, first.out)
+
+
 def test_the_first_try_fetches_the_spine_and_the_experts_it_used_once_each_and_the_second_asks_nothing(
     command, hub, demo_dir, capital, tmp_path
 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltafin.errors import BadRequest, NoMemory
+from deltafin.errors import BadRequest, Missing, NoMemory
 from deltafin.runtime import Checkpoint, Generation, Model, Observer, Runner, Sampling, Segment, Want
 from deltafin.runtime.native.kda import KdaState
 
@@ -169,6 +169,24 @@ def test_undecided_proposals_are_rejected(tiny, alone):
     assert rest == expected.tokens[2:]
     with pytest.raises(BadRequest, match="1 proposals cannot be accepted"):
         seq.accept(1)
+
+
+@pytest.mark.parametrize("error", [Missing, NoMemory])
+def test_what_only_proposals_lack_ends_proposals_and_not_the_answer(tiny, alone, monkeypatch, caplog, error):
+    expected = alone["greedy"][0]
+    forward, passes = tiny.forward, []
+
+    def lacking(segments, **keywords):
+        passes.append(sum(segment.drafted for segment in segments))
+        if passes[-1]:
+            raise error("expert 5 of layer 5 is not here")
+        return forward(segments, **keywords)
+
+    monkeypatch.setattr(tiny, "forward", lacking)
+    found = answer(tiny, PROMPTS[0], GREEDY, draft=Parrot([*PROMPTS[0], *expected.tokens], wrong=0))
+    assert found.chosen == expected.chosen
+    assert sum(map(bool, passes)) == 1, "it is tried once"
+    assert [r.message for r in caplog.records] == ["expert 5 of layer 5 is not here; going on without proposals"]
 
 
 def test_a_failed_pass_with_proposals_leaves_its_sequence(tiny, alone):
