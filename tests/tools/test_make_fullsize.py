@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.slow  # half a million names, written and read; nothing else changes them
+
 
 @pytest.fixture(scope="module")
 def k3(make_fullsize: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
