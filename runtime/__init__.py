@@ -12,6 +12,7 @@ from deltafin.runtime.clock import LayerTimes, PassTimes, RunTimes, typical
 from deltafin.runtime.draft import Draft, NGram
 from deltafin.runtime.gate import Gate, GateSummary
 from deltafin.runtime.generation import DEPTH, Finish, Generation, Runner, Step
+from deltafin.runtime.leaving import Leaving
 from deltafin.runtime.memory import MemoryPlan, Want, default_budget
 from deltafin.runtime.model import Model, load_tokenizer, open
 from deltafin.runtime.observer import Observer, Point, RowSpan
@@ -33,6 +34,7 @@ __all__ = [
     "GateSummary",
     "Generation",
     "LayerTimes",
+    "Leaving",
     "Logits",
     "MemoryPlan",
     "Model",

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.runtime.clock import PassTimes
+from deltafin.runtime.leaving import Leaving
 from deltafin.runtime.memory import MemoryPlan
 from deltafin.runtime.observer import Observer
 from deltafin.runtime.segment import Logits, Part
@@ -56,11 +57,11 @@ class Backend(Protocol):
         """The same state in memory of its own."""
 
     def run(
-        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None
+        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None, leaving: Leaving | None = None
     ) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
         """One pass: the asked logits, and each part's state after it, or what `accept` takes if it has proposals.
 
-        None for a part that keeps none.
+        None for a part that keeps none, or has left; of those that have left there are no logits.
 
         The states that the sequences hold now must stay usable: the pass may yet fail.
         """

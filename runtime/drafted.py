@@ -27,17 +27,20 @@ class DraftedExperts(Observer):
         return list(self._added[sequence])
 
     def rows(self, spans: Sequence[RowSpan]) -> None:
+        self.rows_left(spans)
+        for row in self._rows:
+            if row is not None:
+                sequence, place = row
+                counts = self._added[sequence]
+                counts += [0] * (place + 1 - len(counts))
+
+    def rows_left(self, spans: Sequence[RowSpan]) -> None:
         self._rows = []
         for span in spans:
             first = self._drafted.get(span.sequence)
             for position in range(span.position, span.position + span.count):
                 sure = first is None or position < first
                 self._rows.append(None if sure or first is None else (span.sequence, position - first))
-        for row in self._rows:
-            if row is not None:
-                sequence, place = row
-                counts = self._added[sequence]
-                counts += [0] * (place + 1 - len(counts))
 
     def routes(self, layer: int, ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]) -> None:
         if not any(self._rows):

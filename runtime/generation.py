@@ -19,6 +19,7 @@ from deltafin.errors import BadRequest, Missing, NoMemory
 from deltafin.runtime.draft import Draft
 from deltafin.runtime.drafted import DraftedExperts
 from deltafin.runtime.gate import Drafted, Gate
+from deltafin.runtime.leaving import Leaving
 from deltafin.runtime.observer import Observer, Observers
 from deltafin.runtime.sampling import Chosen, Sampler, Sampling
 from deltafin.runtime.segment import Checkpoint, Segment
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float32]
 
 DEPTH = 4  # proposals a pass verifies at most, unless asked otherwise
+
+Gone = abc.Callable[[], abc.Collection[int]]
 
 # Why an answer ended: with a stop token or because `ends` said so, or with its last permitted token.
 Finish = Literal["stop", "length"]
@@ -226,9 +229,11 @@ class Runner:
         """Between steps; its sequence stays what it is."""
         self.active.remove(generation)
 
-    def step(self, observer: Observer | None = None) -> list[Step]:
+    def step(self, observer: Observer | None = None, gone: Gone | None = None) -> list[Step]:
         """One pass; what came of it for each answer that was in it. Those that are finished have left.
 
+        `gone` is asked when a layer begins, for the numbers of sequences whose answers nobody wants any more. They
+        leave the pass at once, and the runner with it; they have no step then, and their sequences are as before.
         After a step that was interrupted while tokens were chosen, this first chooses those that it left open.
         """
         self.active = [g for g in self.active if g.finish is None]
@@ -239,19 +244,33 @@ class Runner:
         if not segments:
             return []
         experts = DraftedExperts({g.seq.number: len(g.seq) + len(s) - s.drafted for g, s in segments if s.drafted})
+        leaving = None if gone is None else Leaving(gone)
         try:
-            logits = self._forward(segments, experts, observer)
+            logits = self._forward(segments, experts, observer, leaving)
         except (NoMemory, Missing) as e:  # a guess may want an expert that is not here, and never ends a run
             if not any(segment.drafted for _, segment in segments):
                 raise
             log.warning("%s; going on without proposals", e)
             self._drafting = False
-            segments = [(generation, _undrafted(segment)) for generation, segment in segments]
-            logits = self._forward(segments, experts, observer)
-        self._rides = _rides(segments, logits)
+            segments = [(generation, _undrafted(segment)) for generation, segment in self._staying(segments, leaving)]
+            if not segments:
+                return []
+            logits = self._forward(segments, experts, observer, leaving)
+        staying = self._staying(segments, leaving)
+        self._rides = _rides(staying, logits)
         steps = self._take()
-        self._tell_gate(steps, segments, experts)
+        if len(staying) == len(segments):  # else the pass took less than its rows do
+            self._tell_gate(steps, segments, experts)
         return steps
+
+    def _staying(
+        self, segments: list[tuple[Generation, Segment]], leaving: Leaving | None
+    ) -> list[tuple[Generation, Segment]]:
+        """Those that did not leave the pass; the others leave the runner."""
+        if leaving is None or not leaving.left:
+            return segments
+        self.active = [g for g in self.active if g.seq.number not in leaving.left]
+        return [(g, s) for g, s in segments if g.seq.number not in leaving.left]
 
     def _take(self) -> list[Step]:
         steps = []
@@ -264,11 +283,15 @@ class Runner:
         return steps
 
     def _forward(
-        self, segments: list[tuple[Generation, Segment]], experts: DraftedExperts, observer: Observer | None
+        self,
+        segments: list[tuple[Generation, Segment]],
+        experts: DraftedExperts,
+        observer: Observer | None,
+        leaving: Leaving | None,
     ) -> Floats:
         if self.gate is not None and any(segment.drafted for _, segment in segments):
             observer = experts if observer is None else Observers(experts, observer)
-        return self.model.forward([s for _, s in segments], logits="tails", observer=observer)
+        return self.model.forward([s for _, s in segments], logits="tails", observer=observer, leaving=leaving)
 
     def _tell_gate(
         self, steps: list[Step], segments: list[tuple[Generation, Segment]], experts: DraftedExperts

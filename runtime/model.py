@@ -19,6 +19,7 @@ from deltafin.runtime.backend import Backend
 from deltafin.runtime.clock import PassTimes, RunTimes
 from deltafin.runtime.draft import Draft
 from deltafin.runtime.generation import Generation, Runner
+from deltafin.runtime.leaving import Leaving
 from deltafin.runtime.memory import (
     MemoryPlan,
     Want,
@@ -187,6 +188,7 @@ class Model:
         logits: Literal["all", "last", "tails", "targets"] = "all",
         advance: bool = True,
         observer: Observer | None = None,
+        leaving: Leaving | None = None,
     ) -> Floats: ...
 
     @overload
@@ -197,6 +199,7 @@ class Model:
         logits: Literal["none"],
         advance: bool = True,
         observer: Observer | None = None,
+        leaving: Leaving | None = None,
     ) -> None: ...
 
     def forward(
@@ -206,6 +209,7 @@ class Model:
         logits: Logits = "all",
         advance: bool = True,
         observer: Observer | None = None,
+        leaving: Leaving | None = None,
     ) -> Floats | None:
         """Feed each segment to its sequence in one pass over the weights, or in several if memory holds fewer rows.
 
@@ -214,6 +218,9 @@ class Model:
         log-probability of each row's target [rows]; "none" nothing. Either every sequence has advanced when this
         returns, or it raised and none has, interrupts included. With `advance` False none does: then a state is only
         there while its layer is computed, and between the passes of a segment that is cut.
+
+        Sequences that leave the pass stay as they were, and have no rows in what is returned. That is only for one that
+        keeps to `most_rows`.
         """
         if self._closed:
             raise BadRequest("this model is closed; open it again")
@@ -221,17 +228,21 @@ class Model:
         self._check_owner([segment.seq for segment in segments])
         if not advance and any(segment.drafted for segment in segments):
             raise BadRequest("proposals have no effect where no sequence advances; leave them out")
+        if leaving is not None and len(cut(segments, self._backend.most_rows)) > 1:
+            raise BadRequest("leaving is for a forward of one pass; give it no more rows than most_rows")
         if self._passing.locked():
             raise BadRequest("another pass of this model is under way; passes of one model come one after the other")
         with self._passing:  # not `acquire` and `try`: an interrupt between the two would leave it locked
             self._make_room(segments, logits, advance)
-            values, states = self._passes(segments, logits, advance, observer)
+            values, states = self._passes(segments, logits, advance, observer, leaving)
+            left = leaving.left if leaving is not None else ()
+            staying = [(s, state) for s, state in zip(segments, states, strict=True) if s.seq.number not in left]
             if advance:
                 commit = Commit()
-                for segment, state in zip(segments, states, strict=True):
+                for segment, state in staying:
                     segment.seq.offer(segment.ids, state, commit, segment.drafted)
                 commit.done = True
-                for segment in segments:
+                for segment, _ in staying:
                     segment.seq.settle()
         if values is None and logits == "tails":
             return np.empty((0, self.config.vocab_size), np.float32)
@@ -282,7 +293,12 @@ class Model:
         self._shed_nbytes += self.store.shrink(lacking)
 
     def _passes(
-        self, segments: abc.Sequence[Segment], logits: Logits, advance: bool, observer: Observer | None
+        self,
+        segments: abc.Sequence[Segment],
+        logits: Logits,
+        advance: bool,
+        observer: Observer | None,
+        leaving: Leaving | None,
     ) -> tuple[Floats | None, list[object]]:
         """The asked logits, and every segment's state after it; no sequence has changed yet."""
         states: list[object] = [segment.seq.state for segment in segments]
@@ -290,7 +306,9 @@ class Model:
         for pieces in cut(segments, self._backend.most_rows):
             parts = [part(segments, number, tokens, states[number], logits, advance) for number, tokens in pieces]
             wanted: Logits = logits if logits == "targets" or any(p.tail for p in parts) else "none"
-            values, after = self._backend.run(parts, wanted, observer)
+            values, after = self._backend.run(parts, wanted, observer, leaving)
+            if leaving is not None and leaving.left.issuperset(p.sequence for p in parts):
+                break  # nobody is left to finish it for
             if observer is not None:
                 observer.finished()
             if values is not None:

@@ -37,6 +37,9 @@ class Observer:
     def rows(self, spans: abc.Sequence[RowSpan]) -> None:
         """A pass begins with these rows, segment after segment; row arrays below are in this order."""
 
+    def rows_left(self, spans: abc.Sequence[RowSpan]) -> None:
+        """Some have left the pass (see `Leaving`): from here on, row arrays are of these rows."""
+
     def layer(self, layer: int, num_layers: int) -> None:
         """A layer begins; its spine is read next."""
 
@@ -64,6 +67,10 @@ class Observers(Observer):
     def rows(self, spans: abc.Sequence[RowSpan]) -> None:
         for observer in self._observers:
             observer.rows(spans)
+
+    def rows_left(self, spans: abc.Sequence[RowSpan]) -> None:
+        for observer in self._observers:
+            observer.rows_left(spans)
 
     def layer(self, layer: int, num_layers: int) -> None:
         for observer in self._observers:

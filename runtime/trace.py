@@ -95,8 +95,11 @@ class TraceWriter(Observer):
             raise self._failed(e) from None
 
     def rows(self, spans: abc.Sequence[RowSpan]) -> None:
-        self._rows = [[s.sequence, s.position + i] for s in spans for i in range(s.count)]
+        self.rows_left(spans)
         self._frame = _Frame()  # whatever a failed pass left is dropped
+
+    def rows_left(self, spans: abc.Sequence[RowSpan]) -> None:
+        self._rows = [[s.sequence, s.position + i] for s in spans for i in range(s.count)]
 
     def routes(self, layer: int, ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]) -> None:
         fields = {

@@ -13,6 +13,7 @@ from deltafin.cext import _math
 from deltafin.errors import NotANumber
 from deltafin.indexer import ModelConfig, expert_layout
 from deltafin.runtime.clock import LayerTimes, PassTimes
+from deltafin.runtime.leaving import Leaving
 from deltafin.runtime.memory import MemoryPlan
 from deltafin.runtime.native import head, kda, mla, moe
 from deltafin.runtime.native.kda import KdaDecision, KdaState
@@ -81,14 +82,14 @@ class Native:
         return copies
 
     def run(
-        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None
+        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None, leaving: Leaving | None = None
     ) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
         begun = time.perf_counter()
         with ExitStack() as stack:
             if observer is not None:
                 observer.rows(Rows(parts).observed)
             walk = stack.enter_context(self.spine.walk(head=logits != "none"))
-            this = _Pass(self, parts, observer, walk)
+            this = _Pass(self, parts, observer, walk, leaving)
             found = this.run(logits)
         this.times.total_s = time.perf_counter() - begun
         self.times = this.times
@@ -120,14 +121,23 @@ def _decided(layer: Left, rows: int, traffic: StateTraffic) -> KdaState | Latent
 class _Pass:
     """What the layers of one pass share."""
 
-    def __init__(self, model: Native, parts: abc.Sequence[Part], observer: Observer | None, walk: SpineWalk) -> None:
+    def __init__(
+        self,
+        model: Native,
+        parts: abc.Sequence[Part],
+        observer: Observer | None,
+        walk: SpineWalk,
+        leaving: Leaving | None,
+    ) -> None:
         self.store = model.store
         self.config = model.config
         self.layout = model.layout
         self.parts = parts
         self.observer = observer
         self.walk = walk
+        self.leaving = leaving
         self.rows = Rows(parts)
+        self.numbers = list(range(len(parts)))  # of the parts that are still here, among those that were asked for
         self.traffic = model.traffic
         self.times = PassTimes(self.rows.count)
 
@@ -138,12 +148,35 @@ class _Pass:
         residual = Residual(embedding, self.config.rms_norm_eps)
         before = [_state(part) for part in self.parts]
         after: list[list[Left]] = [[] for _ in self.parts]
+        left: list[object] = [None] * len(self.parts)
         for layer in range(self.config.num_layers):
+            if self.leaving is not None and (staying := self._staying(self.leaving)) is not None:
+                before, after = [before[n] for n in staying], [after[n] for n in staying]
+                self._keep(staying, residual)
+                if not staying:
+                    return None, left
             states = self._layer(layer, residual, [state[layer] for state in before])
             for part_states, state in zip(after, states, strict=True):
                 part_states.append(state)
         values = self._logits(residual, logits)
-        return values, [_left(part, tuple(layers)) for part, layers in zip(self.parts, after, strict=True)]
+        for number, part, layers in zip(self.numbers, self.parts, after, strict=True):
+            left[number] = _left(part, tuple(layers))
+        return values, left
+
+    def _staying(self, leaving: Leaving) -> list[int] | None:
+        """Which of the parts stay; None if all do."""
+        leavers = leaving.among(part.sequence for part in self.parts)
+        return [n for n, part in enumerate(self.parts) if part.sequence not in leavers] if leavers else None
+
+    def _keep(self, staying: list[int], residual: Residual) -> None:
+        """Goes on with these parts only."""
+        spans = [self.rows.spans[n] for n in staying]
+        residual.keep(np.concatenate([np.arange(s.start, s.stop) for s in spans] or [np.empty(0, np.int64)]))
+        self.parts = [self.parts[n] for n in staying]
+        self.numbers = [self.numbers[n] for n in staying]
+        self.rows = Rows(self.parts)
+        if self.observer is not None:
+            self.observer.rows_left(self.rows.observed)
 
     def _layer(self, layer: int, residual: Residual, states: list[KdaState | Latents]) -> abc.Sequence[Left]:
         """One layer's step of the residual; returns what it will remember of each part."""

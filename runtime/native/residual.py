@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from deltafin.cext import _math
 from deltafin.runtime.native.products import Bits, Floats
@@ -27,6 +28,11 @@ class Residual:
         assert self.running is not None
         self.blocks.append(self.running)
         self.running = None
+
+    def keep(self, rows: npt.NDArray[np.int64]) -> None:
+        """The other rows have left the pass."""
+        self.blocks = [block[rows] for block in self.blocks]
+        self.running = None if self.running is None else self.running[rows]
 
     def add(self, output: Floats) -> Floats:
         """Takes `output` over: it is changed or kept."""

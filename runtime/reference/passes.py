@@ -18,6 +18,7 @@ from torch import Tensor
 from deltafin.errors import BadRequest, NotANumber
 from deltafin.indexer import expert_layout
 from deltafin.runtime.clock import PassTimes
+from deltafin.runtime.leaving import Leaving
 from deltafin.runtime.memory import MemoryPlan
 from deltafin.runtime.observer import Observer, Point
 from deltafin.runtime.reference import head, moe
@@ -91,8 +92,10 @@ class Reference:
         """Nothing is kept."""
 
     def run(
-        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None
+        self, parts: abc.Sequence[Part], logits: Logits, observer: Observer | None, leaving: Leaving | None = None
     ) -> tuple[npt.NDArray[np.float32] | None, list[object]]:
+        if leaving is not None:
+            raise BadRequest("leaving has no effect with torch: a pass ends with the rows that it began with")
         if any(part.checkpoint is not None for part in parts):
             raise BadRequest("checkpoints have no effect with torch: states are saved by the native kernels only")
         with full_precision(self.device):
