@@ -64,12 +64,15 @@ def read_decoding(fields: Fields, serving: Serving, *, seed: int, top_logprobs: 
 
 
 def fitting_max_new(fields: Fields, serving: Serving, asked: int | None, prompt: int) -> int:
-    """How many tokens may follow a prompt of so many. Raises BadBody if what was asked for exceeds the model."""
-    left = serving.max_positions - prompt
+    """How many tokens may follow a prompt of so many. Raises BadBody if what was asked for exceeds model or memory."""
+    most, limit = serving.max_positions, f"the model's {serving.max_positions} positions"
+    if serving.most_tokens is not None and serving.most_tokens < most:
+        most, limit = serving.most_tokens, f"the {serving.most_tokens} tokens that this server has memory for"
+    left = most - prompt
     if left < (asked or 1):
         new = f" and {asked} new ones" if asked is not None else ""
         raise BadBody(
-            f"{prompt} tokens{new} exceed the model's {serving.max_positions} positions",
+            f"{prompt} tokens{new} exceed {limit}",
             "messages" if fields.has("messages") else "prompt",
             "context_length_exceeded",
         )

@@ -24,6 +24,7 @@ class Serving:
     vocab_size: int
     max_positions: int
     max_new: int  # new tokens where a request gives no number; fewer if the model has not so many positions left
+    most_tokens: int | None = None  # of prompt and answer, where memory holds fewer than the model has positions
 
 
 @dataclass(frozen=True, slots=True)

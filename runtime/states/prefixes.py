@@ -69,8 +69,10 @@ class PrefixStore:
         self._said: set[str] = set()
         self._unremovable: set[Path] = set()  # damaged ones
 
-    def longest(self, model: Model, ids: abc.Sequence[int]) -> Sequence | None:
+    def longest(self, model: Model, ids: abc.Sequence[int], more_than: int = 0) -> Sequence | None:
         """A sequence that has seen the longest kept beginning of `ids`, but not all of them; None if there is none.
+
+        One of `more_than` tokens or fewer is not looked at.
 
         The state was compared with its digests. One that is damaged is removed, and said. Raises BadRequest for a model
         that has no states, NoMemory if what was found does not fit.
@@ -84,7 +86,7 @@ class PrefixStore:
         except DiskError as e:
             self._say("read", f"{e}; no saved state is looked for there")
             return None
-        lengths = sorted({length for name in kept if 0 < (length := _length(name)) < len(wanted)})
+        lengths = sorted({length for name in kept if more_than < (length := _length(name)) < len(wanted)})
         names = prefix_names(which, wanted, lengths)
         for name in reversed([name for name in names if name in kept]):
             seq = self._restore(folder / name, model, which, wanted)

@@ -1,0 +1,73 @@
+"""What a request goes on from: the longest beginning of its prompt that is known, in memory or on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltafin.errors import NoMemory
+from deltafin.runtime.model import Model
+from deltafin.runtime.openai import Task
+from deltafin.runtime.segment import Checkpoint
+from deltafin.runtime.sequence import Sequence
+from deltafin.runtime.server.recent import Recent
+from deltafin.runtime.states import PrefixStore, PrefixWriter
+
+
+@dataclass(slots=True)
+class Start:
+    """Where one request begins. `mark` counts from the first token of its prompt."""
+
+    seq: Sequence | None = None  # that has seen the first tokens of the prompt, never all
+    mark: Checkpoint | None = None  # a state on the way that is to be kept
+    writer: PrefixWriter | None = None
+
+    def settle(self) -> None:
+        """After a pass: a state that is whole is kept."""
+        if self.writer is not None and self.writer.complete:
+            self.writer.commit()
+            self.writer = None
+
+    def close(self) -> None:
+        """No more passes; what is not whole goes."""
+        self.settle()
+        if self.writer is not None:
+            self.writer.abort()
+            self.writer = None
+
+
+class Starts:
+    """Finds beginnings, and keeps those that others may begin with. For the engine's thread."""
+
+    def __init__(self, model: Model, store: PrefixStore) -> None:
+        self._model, self.store = model, store
+
+    def find(self, task: Task, recent: Recent) -> Start:
+        """The best beginning of a task's prompt, and what of the prompt is worth keeping on the way."""
+        known = recent.longest(task.ids)
+        seq = self._stored(task.ids, known)
+        if seq is None and known:
+            seq = recent.take(task.ids)
+        return self._marked(task, seq, 0 if seq is None else len(seq))
+
+    def keep(self, seq: Sequence) -> bool:
+        """What an answer has left, or what has been computed of one that will not be finished."""
+        return self.store.keep(self._model, seq)
+
+    def _stored(self, ids: tuple[int, ...], known: int) -> Sequence | None:
+        try:
+            return self.store.longest(self._model, ids, more_than=known)
+        except NoMemory:  # it is computed, then
+            return None
+
+    def _marked(self, task: Task, seq: Sequence | None, known: int) -> Start:
+        """Instructions first, which most requests share; else the whole prompt but its last token.
+
+        From there the same question is answered again, and a chat goes on whose client leaves reasoning out.
+        """
+        at = task.shared
+        if not known < at < len(task.ids) or self.store.has(self._model, task.ids[:at]):
+            at = len(task.ids) - 1
+        if at <= known:
+            return Start(seq)
+        writer = self.store.writer(self._model, task.ids[:at])
+        return Start(seq, None if writer is None else Checkpoint(at, writer), writer)
