@@ -73,26 +73,31 @@ _TROUBLES = ("corrupt_objects", "disk_errors", "refused_spans", "unproven_spans"
 def print_stats(
     engine: Model, prompt_tokens: int, outcome: Outcome, plan: PlanOutcome | None, also: Sequence[str] = ()
 ) -> None:
-    from deltafin.cli.progress import human_nbytes
-    from deltafin.store import SOURCES
-
-    store, times = engine.store, engine.times
-    counts = store.stats.snapshot()
     new = len(outcome.ids)
     later = (outcome.total_s - outcome.first_token_s) / max(1, new - 1)
     lines = [
         f"tokens    {prompt_tokens} given, {new} new",
         f"time      {outcome.first_token_s:.2f} s to the first token, then {later:.3f} s a token",
-        f"visits    {counts['expert_visits']:,} experts{_hits(times)}, {counts['spine_visits']:,} spines",
     ]
-    if times.passes:
-        lines += times_lines(times)
     if outcome.drafts is not None:
         lines.append(f"drafts    {outcome.drafts}")
     if plan is not None:
         lines.append(
             f"plan      {plan.predicted_s:.3f} s a token after the first, as df-plan has it ({plan.error:+.0%})"
         )
+    click.echo("\n".join([*lines, *engine_lines(engine), *also]), err=True)
+
+
+def engine_lines(engine: Model) -> list[str]:
+    """What any run may say of itself: visits, times, bytes by source, memory, requests, troubles."""
+    from deltafin.cli.progress import human_nbytes
+    from deltafin.store import SOURCES
+
+    store, times = engine.store, engine.times
+    counts = store.stats.snapshot()
+    lines = [f"visits    {counts['expert_visits']:,} experts{_hits(times)}, {counts['spine_visits']:,} spines"]
+    if times.passes:
+        lines += times_lines(times)
     asked = counts["expert_visits"] * store.catalog.expert_nbytes + counts["spine_nbytes"] + counts["head_nbytes"]
     for source in SOURCES:
         spans, nbytes = counts[f"{source}_spans"], counts[f"{source}_nbytes"]
@@ -103,27 +108,11 @@ def print_stats(
         lines.append(f"spine     {engine.spine_label}")
     if engine.memory is not None:
         lines += memory_lines(engine)
-    lines += also
     lines.append(f"requests  {store.requests:,}")
     for trouble in _TROUBLES:
         if counts.get(trouble):
             lines.append(f"{trouble.replace('_', ' '):9} {counts[trouble]:,}")
-    click.echo("\n".join(lines), err=True)
-
-
-def engine_lines(engine: Model) -> list[str]:
-    """What any run may say of itself: visits, times, bytes by source, memory."""
-    from deltafin.cli.progress import human_nbytes
-    from deltafin.store import SOURCES
-
-    counts = engine.store.stats.snapshot()
-    lines = [f"visits    {counts['expert_visits']:,} experts, {counts['spine_visits']:,} spines"]
-    if engine.times.passes:
-        lines += times_lines(engine.times)
-    for source in SOURCES:
-        if counts[f"{source}_spans"]:
-            lines.append(f"{source:9} {counts[f'{source}_spans']:,} spans, {human_nbytes(counts[f'{source}_nbytes'])}")
-    return lines if engine.memory is None else lines + memory_lines(engine)
+    return lines
 
 
 def _hits(times: RunTimes) -> str:

@@ -32,7 +32,7 @@ from deltafin.errors import BadRequest
 
 if TYPE_CHECKING:
     from deltafin.runtime import Model
-    from deltafin.runtime.scorefiles import Keys, Line, Sink, Totals
+    from deltafin.runtime.scorefiles import Line, ResultKeys, Sink, Totals
 
 
 @click.command("score", context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,7 +100,7 @@ def score(
         from deltafin.cli.progress import Progress
         from deltafin.cli.run import fetch_ahead, keep_heat
         from deltafin.runtime import Model, Want, load_tokenizer
-        from deltafin.runtime.scorefiles import Input, Keys, Output, Printed, Totals
+        from deltafin.runtime.scorefiles import Input, Output, Printed, ResultKeys, Totals
 
         texts = Input(lines_file or text_file or Path(), whole=text_file is not None)
         tokenizer, config = load_tokenizer(store), store.catalog.config
@@ -114,7 +114,7 @@ def score(
         )
         if not engine.as_released:
             click.echo(f"df-run: spine {engine.spine_label}", err=True)
-        lines, keys, totals = texts.lines(tokenizer, config), Keys(engine), Totals()
+        lines, keys, totals = texts.lines(tokenizer, config), ResultKeys(engine), Totals()
         sink: Sink = Printed()
         if output is not None:
             sink = file = stack.enter_context(Output(output))
@@ -135,7 +135,14 @@ def score(
 
 
 def _score(
-    engine: Model, lines: Iterator[Line], left: array[int], keys: Keys, totals: Totals, sink: Sink, *, tokens: bool
+    engine: Model,
+    lines: Iterator[Line],
+    left: array[int],
+    keys: ResultKeys,
+    totals: Totals,
+    sink: Sink,
+    *,
+    tokens: bool,
 ) -> None:
     """Scores the rest of the lines, of which `left` are the rows."""
     from deltafin.cli.progress import Progress

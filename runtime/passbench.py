@@ -18,7 +18,7 @@ from deltafin.indexer import Catalog
 from deltafin.runtime.clock import LayerTimes, PassTimes
 from deltafin.runtime.memory import MemoryPlan, Want, least_budget, plan_memory
 from deltafin.runtime.model import Model
-from deltafin.runtime.native.passes import matrices
+from deltafin.runtime.native import matrices
 from deltafin.runtime.observer import LayerProgress
 from deltafin.runtime.segment import Segment
 from deltafin.store import Store, spine_pieces

@@ -81,14 +81,6 @@ class Sampling:
         for name, value in exact.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def without_effect(self) -> tuple[str, ...]:
-        """The fields that were set although a greedy choice ignores them."""
-        if self.temperature:
-            return ()
-        draws = (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("seed", 0))
-        return tuple(name for name, default in draws if getattr(self, name) != default)
-
 
 @dataclass(frozen=True, slots=True)
 class Chosen:

@@ -185,7 +185,7 @@ def _ids(fields: abc.Mapping[str, object], name: str, config: ModelConfig) -> li
 # ---- results -----------------------------------------------------------------------------------------------
 
 
-class Keys:
+class ResultKeys:
     """Digests of what a result depends on: what computes, the text, and which of its tokens are scored."""
 
     def __init__(self, model: Model) -> None:
@@ -276,7 +276,7 @@ class Output:
     ) -> None:
         self._file.close()
 
-    def resume(self, lines: abc.Iterator[Line], keys: Keys, totals: Totals, *, tokens: bool) -> None:
+    def resume(self, lines: abc.Iterator[Line], keys: ResultKeys, totals: Totals, *, tokens: bool) -> None:
         """Goes to the end of what is there, which must be results of the first of `lines`; takes these off it.
 
         Raises BadRequest if it is something else.

@@ -10,8 +10,7 @@ from deltafin.runtime.batch.sharing import worth_sharing
 from deltafin.runtime.batch.sizing import MOST_TOGETHER, PROMPT_ROWS, Size, choose_size
 from deltafin.runtime.memory import default_budget
 from deltafin.runtime.model import Model
-from deltafin.runtime.native.opening import RELEASED
-from deltafin.runtime.native.passes import matrices
+from deltafin.runtime.native import RELEASED, matrices
 from deltafin.runtime.openai import Serving
 from deltafin.store import PackSet, Store, spine_pieces
 

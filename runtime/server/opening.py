@@ -7,8 +7,7 @@ from dataclasses import replace
 from deltafin.cext import _math
 from deltafin.runtime.memory import default_budget
 from deltafin.runtime.model import Model
-from deltafin.runtime.native.opening import RELEASED
-from deltafin.runtime.native.passes import matrices
+from deltafin.runtime.native import RELEASED, matrices
 from deltafin.runtime.openai import Serving
 from deltafin.runtime.server.sizing import ServerSize, server_size
 from deltafin.store import PackSet, Store, spine_pieces

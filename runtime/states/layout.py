@@ -17,8 +17,7 @@ import xxhash
 
 from deltafin.errors import BadRequest
 from deltafin.indexer import ModelConfig
-from deltafin.runtime.native.kda import KdaState
-from deltafin.runtime.native.mla import KEY_BLOCK, Latents
+from deltafin.runtime.native import KEY_BLOCK, KdaState, Latents
 from deltafin.runtime.states.identifying import VERSION, Identity
 
 MAGIC = b"DfStat\r\n"

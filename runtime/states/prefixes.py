@@ -15,8 +15,7 @@ import numpy as np
 from deltafin.errors import BadRequest, Corrupt, DeltafinError, DiskError, NoSpace, NotFound
 from deltafin.indexer import disk_error, make_directory
 from deltafin.runtime.model import Model
-from deltafin.runtime.native.kda import KdaState
-from deltafin.runtime.native.mla import Latents
+from deltafin.runtime.native import KdaState, Latents
 from deltafin.runtime.sequence import Sequence
 from deltafin.runtime.states.identifying import Identity, identity
 from deltafin.runtime.states.layout import Ids, ids_array, state_nbytes

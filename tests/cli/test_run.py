@@ -193,11 +193,11 @@ def test_statistics_go_to_standard_error_and_leave_the_output_as_it_is(df):
     lines = done.err.splitlines()
     assert lines[0] == "tokens    7 given, 4 new"
     assert [line.split()[0] for line in lines] == [
-        "tokens", "time", "visits", "passes", "waiting", "compute", "drafts", "ram", "object", "shard", "http",
+        "tokens", "time", "drafts", "visits", "passes", "waiting", "compute", "ram", "object", "shard", "http",
         "memory", "requests",
     ]  # fmt: skip
     assert "s to the first token, then" in lines[1]
-    assert lines[3].startswith("passes    4, 10 rows; of ")
+    assert lines[4].startswith("passes    4, 10 rows; of ")
     assert "of what was used" in lines[7], "what a pass leaves in memory the next one finds there"
     assert lines[8] == "object    0 spans, 0 B" and lines[10] == "http      0 spans, 0 B" and lines[12] == "requests  0"
 

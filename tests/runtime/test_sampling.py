@@ -361,12 +361,6 @@ def test_settings_cannot_change_afterwards():
     assert dataclasses.replace(sampling, seed=4).logit_bias == {1: 2.0}
 
 
-def test_greedy_says_which_settings_it_ignores():
-    assert Sampling(top_p=0.5, seed=1, logit_bias={1: 1}).without_effect == ("top_p", "seed")
-    assert Sampling(temperature=1, top_p=0.5, seed=1).without_effect == ()
-    assert Sampling().without_effect == ()
-
-
 def test_reserved_ids_are_those_without_a_name(demo):
     reserved = reserved_ids(demo.tokenizer)
     assert reserved and not reserved & set(demo.stop_ids)

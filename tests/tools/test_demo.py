@@ -38,3 +38,11 @@ def test_a_range_counts_as_asked_twice_only_when_its_bytes_came_twice(demo_tool:
     once = [row("hub", 302, "bytes=0-9"), row("cdn", 206, "bytes=0-9"), row("cdn", 206, "bytes=10-19")]
     assert demo_tool.ranges_asked_twice(once) == []
     assert demo_tool.ranges_asked_twice([*once, row("cdn", 206, "bytes=0-9")]) == ["shard bytes=0-9"]
+
+
+def test_the_demo_does_what_it_says(demo_tool: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All of `make demo` but the installation: index, fetch, run, and run again without a request."""
+    with demo_tool.loopback_hub(demo_tool.MODEL_FOLDER) as hub:
+        demo_tool.show(hub, tmp_path)
+    out = capfd.readouterr().out
+    assert "Both answers are equal and as expected." in out
