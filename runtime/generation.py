@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float32]
 
 DEPTH = 4  # proposals a pass verifies at most, unless asked otherwise
+PROMPTS_SHARE = 0.25  # of a pass's rows, at least, where answers alone would fill it
 
 Gone = abc.Callable[[], abc.Collection[int]]
 
@@ -208,7 +209,8 @@ class Runner:
     """The answers of one model that ride together: one step is one pass for all of them.
 
     A step holds a row of every answer, proposals for it, and as much of waiting prompts as there are rows left, so
-    that a long prompt does not hold up the others. Answers join and leave between steps.
+    that a long prompt does not hold up the others; where there are more answers than rows they ride by turns. Answers
+    join and leave between steps.
     """
 
     def __init__(self, model: Model, gate: Gate | None = None) -> None:
@@ -218,6 +220,7 @@ class Runner:
         self.active: list[Generation] = []
         self._drafting = True  # until proposals have failed for want of memory, or of an expert
         self._rides: list[_Ride] = []  # of the last pass, until all have what came of it
+        self._taken: list[Step] = []  # of these, what has come already
 
     def add(self, generation: Generation) -> None:
         if generation.seq.owner is not self.model:
@@ -234,10 +237,11 @@ class Runner:
 
         `gone` is asked when a layer begins, for the numbers of sequences whose answers nobody wants any more. They
         leave the pass at once, and the runner with it; they have no step then, and their sequences are as before.
-        After a step that was interrupted while tokens were chosen, this first chooses those that it left open.
+        After a step that was interrupted while tokens were chosen, or failed there, this makes no pass: it chooses
+        those that were left open, and returns them with those that were not.
         """
         self.active = [g for g in self.active if g.finish is None]
-        if any(ride.is_open and ride.generation in self.active for ride in self._rides):
+        if self.is_choosing:
             return self._take()
         self._rides = []
         segments = self._segments()
@@ -272,13 +276,29 @@ class Runner:
         self.active = [g for g in self.active if g.seq.number not in leaving.left]
         return [(g, s) for g, s in segments if g.seq.number not in leaving.left]
 
+    @property
+    def is_drafting(self) -> bool:
+        """False once proposals have failed for want of memory, or of an expert."""
+        return self._drafting
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether a step was interrupted or failed while tokens were chosen, so that the next one goes on with that."""
+        return bool(self._taken) or any(ride.is_open and ride.generation in self.active for ride in self._rides)
+
+    @property
+    def unchosen(self) -> list[Generation]:
+        """Whose rows are computed and have no token yet, in the order of choosing; a step that fails there has failed
+        for the first of them.
+        """
+        return [r.generation for r in self._rides if r.generation.waiting == 0 and r.generation in self.active]
+
     def _take(self) -> list[Step]:
-        steps = []
         for ride in self._rides:
             if ride.is_open and ride.generation in self.active:
                 new = ride.generation.take(ride.segment, ride.logits)
-                steps.append(Step(ride.generation, new, ride.segment.drafted, max(0, len(new) - 1)))
-        self._rides = []
+                self._taken.append(Step(ride.generation, new, ride.segment.drafted, max(0, len(new) - 1)))
+        steps, self._taken, self._rides = self._taken, [], []
         self.active = [g for g in self.active if g.finish is None]
         return steps
 
@@ -307,23 +327,34 @@ class Runner:
         self.gate.saw(drafts, self.model.last_pass, answers)
 
     def _segments(self) -> list[tuple[Generation, Segment]]:
-        # Short ones first: a row each is what keeps answers going.
-        waiting = sorted(self.active, key=lambda g: min(g.waiting, 2))
-        if any(g.waiting == 0 for g in waiting):
+        if any(g.waiting == 0 for g in self.active):
             raise BadRequest(
                 "an answer lost what was computed for its next token when a step was interrupted; begin it anew, with "
                 "so_far=its chosen tokens"
             )
         room, segments, depth = self.model.most_rows, [], self._depth()
-        for number, generation in enumerate(waiting):
-            if generation.waiting > 1 and room == 0:
+        answers, prompts = self._riders(room)
+        for number, generation in enumerate([*answers, *prompts]):
+            if room == 0:
                 break
-            others = sum(1 for g in waiting[number + 1 :] if g.waiting == 1)  # whose row is not taken by proposals
-            free = None if room is None else max(1, room - others)
-            segment = generation.segment(free, depth)
+            others = max(0, len(answers) - number - 1)  # whose row is not taken by proposals
+            segment = generation.segment(None if room is None else max(1, room - others), depth)
             segments.append((generation, segment))
-            room = None if room is None else max(0, room - len(segment))
+            room = None if room is None else room - len(segment)
         return segments
+
+    def _riders(self, rows: int | None) -> tuple[list[Generation], list[Generation]]:
+        """Answers with a row each, which keeps them going, and prompts, which share the other rows.
+
+        Where answers would leave none to prompts, prompts get a part, and answers ride by turns.
+        """
+        answers = [g for g in self.active if g.waiting == 1]
+        prompts = [g for g in self.active if g.waiting > 1]
+        if rows is not None and len(answers) + bool(prompts) > rows:
+            answers = answers[: rows - (max(1, int(PROMPTS_SHARE * rows)) if prompts else 0)]
+            riding = {id(g) for g in answers}
+            self.active.sort(key=lambda g: id(g) in riding)  # behind the others, the next time
+        return answers, prompts
 
     def _depth(self) -> int:
         """Most proposals for an answer in the next pass."""

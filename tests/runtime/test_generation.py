@@ -325,7 +325,8 @@ def test_after_an_interrupt_nothing_is_chosen_twice_or_not_at_all(tiny, alone):
         while True:
             runner.step()
     assert (first.finish, second.finish, third.finish) == ("length", None, None)
-    (left,) = runner.step()
+    taken, left = runner.step()  # what the interrupted step had brought is not lost either
+    assert (taken.generation, taken.new) == (first, first.chosen[-1:])
     assert (left.generation, len(left.new)) == (third, 1)
     while runner.active:
         runner.step()
@@ -424,3 +425,43 @@ def test_an_answer_of_another_model_is_refused(tiny: Model, tiny_torch):
 def test_segments_that_make_no_sense_are_refused(tiny: Model, options, message):
     with pytest.raises(BadRequest, match=message):
         tiny.forward([Segment(tiny.sequence(), [1, 2, 3], **options)], logits="tails")
+
+
+def test_where_answers_alone_would_fill_a_pass_they_ride_by_turns_and_prompts_get_a_part(tiny, monkeypatch):
+    """No pass has more rows than it may, no answer waits for long, and a prompt does not wait for all of them."""
+    monkeypatch.setattr(tiny._backend, "most_rows", 4)
+    forward, rows = tiny.forward, []
+
+    def counted(segments, **keywords):
+        rows.append(sum(len(s) for s in segments))
+        return forward(segments, **keywords)
+
+    monkeypatch.setattr(tiny, "forward", counted)
+
+    def generation(first, count, new):
+        return Generation(tiny.sequence(), range(first, first + count), max_new=new, sampling=GREEDY, stop_ids=())
+
+    runner = Runner(tiny)
+    answers = [generation(10 * n, 1, 6) for n in range(9)]
+    for one in answers:
+        runner.add(one)
+    for step in range(1, 10):
+        runner.step()
+        told = [len(one.chosen) for one in answers]
+        assert max(told) - min(told) <= 1
+        assert sum(told) == 4 * step
+    prompt = generation(200, 6, 1)
+    runner.add(prompt)
+    for left in range(5, 0, -1):  # a quarter of the rows
+        runner.step()
+        assert prompt.waiting == left
+    while runner.active:
+        runner.step()
+    assert max(rows) == 4
+    for one in [*answers, prompt]:
+        alone = Runner(tiny)
+        again = Generation(tiny.sequence(), one.ids, max_new=one.max_new, sampling=GREEDY, stop_ids=())
+        alone.add(again)
+        while alone.active:
+            alone.step()
+        assert again.chosen == one.chosen
