@@ -66,7 +66,7 @@ class Journal:
     def __init__(self, path: Path, wanted: Callable[[bytes], bool]) -> None:
         """Takes in what was left of the requests that are `wanted`, and drops the rest. Raises DiskError, NoSpace."""
         self.path = path
-        self.pending: dict[bytes, list[Chosen]] = {}  # of requests that were not begun again yet
+        self.pending: dict[bytes, list[Chosen]] = {}  # of requests that were not begun (again) yet
         self._fd = -1
         self._nbytes = self._live_nbytes = 0
         self._synced_at = time.monotonic()
@@ -84,6 +84,11 @@ class Journal:
     def take(self, key: bytes) -> list[Chosen]:
         """What was chosen of an answer in an earlier life. From now on `rewrite` is told of it."""
         return self.pending.pop(key, [])
+
+    def put_back(self, key: bytes, tokens: Sequence[Chosen]) -> None:
+        """An answer is under way no more, and goes on later; `rewrite` need not be told of it."""
+        if tokens:
+            self.pending[key] = list(tokens)
 
     def append(self, news: Iterable[News]) -> None:
         """Adds what one pass brought, by one write. Raises NoSpace or DiskError, and is as before then."""

@@ -40,9 +40,11 @@ class Request:
 class Requests:
     """The input file, open; close it, or use it in a `with`. `scan` comes first."""
 
-    def __init__(self, path: Path, serving: Serving) -> None:
+    def __init__(self, path: Path, serving: Serving, *, check: Callable[[Task], None] = lambda task: None) -> None:
+        """`check` may refuse a task that could be done: it raises BadBody then."""
         self.path = path
         self._serving = serving
+        self._check_task = check
         # Answers depend on the request, what answers, and the number of tokens where a request gives none.
         self._settings = digest(serving.fingerprint.encode(), str(serving.max_new).encode())
         self._keys, self._custom_ids = Keys(), Keys()
@@ -151,6 +153,7 @@ class Requests:
         task = read_body(endpoint, request.fields.get("body"), self._serving, seed=seed)
         if task.stream:
             raise BadBody("stream: answers of a batch are written whole; leave it out", "stream", "unsupported_value")
+        self._check_task(task)
         return task
 
     def _all(self, progress: Callable[[int], None]) -> Iterator[tuple[Request, int]]:

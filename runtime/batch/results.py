@@ -41,6 +41,7 @@ class Results:
         self.path = path
         self.keys = Keys()  # of the requests that are answered
         self.custom_ids = Keys()  # digests of their names
+        self.errors = 0  # answers that are errors, those that were appended since, too
         self._fd, self._made = _open_locked(path)
         try:
             self._nbytes = 0
@@ -72,6 +73,7 @@ class Results:
             os.fsync(self._fd)
         except OSError as e:
             raise disk_error(e, self.path) from None
+        self.errors += is_error(response)
 
     def close(self) -> None:
         """Gives the lock back. A file that was made in vain goes."""
@@ -84,7 +86,8 @@ class Results:
 
     def _read(self) -> None:
         for number, line in enumerate(self._lines(), start=1):
-            key, custom_id = self._identify(line, number)
+            key, custom_id, wrong = self._identify(line, number)
+            self.errors += wrong
             self.keys.add(key)
             self.custom_ids.add(digest(custom_id.encode()))
         self.keys.seal()
@@ -125,8 +128,8 @@ class Results:
             return False
         return True
 
-    def _identify(self, line: bytes, number: int) -> tuple[bytes, str]:
-        """The key and custom_id of an answer. Raises BadRequest."""
+    def _identify(self, line: bytes, number: int) -> tuple[bytes, str, bool]:
+        """The key and custom_id of an answer, and whether it is an error. Raises BadRequest."""
         if line.isspace():
             raise self._foreign(number, "it is empty")
         try:
@@ -138,13 +141,18 @@ class Results:
         found = _ID.fullmatch(name) if isinstance(name, str) else None
         if found is None or not isinstance(custom_id, str) or not _is_text(custom_id):
             raise self._foreign(number, "no id and custom_id of df-run batch in it")
-        return bytes.fromhex(found[1]), custom_id
+        return bytes.fromhex(found[1]), custom_id, is_error(fields.get("response"))
 
     def _foreign(self, number: int, why: str) -> BadRequest:
         return BadRequest(
             f"{self.path}: line {number} is no answer of this command ({why}); remove the line if it is there by "
             "mistake, or choose another output"
         )
+
+
+def is_error(response: object) -> bool:
+    """Whether a line with this `response` is no answer as it was asked for."""
+    return not isinstance(response, dict) or response.get("status_code") != 200
 
 
 def _is_text(name: str) -> bool:

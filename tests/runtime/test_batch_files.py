@@ -192,6 +192,16 @@ def test_rewriting_keeps_what_is_under_way_and_nothing_else(journal, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [path.name] and path.stat().st_mode & 0o777 == 0o600
 
 
+def test_an_answer_that_steps_back_outlives_rewriting(journal):
+    one = journal()
+    one.append([(key(1), 0, PLAIN), (key(2), 0, LOUD)])
+    one.put_back(key(1), PLAIN)
+    one.put_back(key(3), [])
+    one.rewrite({})
+    assert one.take(key(1)) == PLAIN and one.take(key(3)) == []
+    assert journal().pending == {key(1): PLAIN}
+
+
 def test_a_long_journal_of_finished_answers_asks_to_be_rewritten(journal, monkeypatch):
     monkeypatch.setattr("deltafin.runtime.batch.journal.REWRITE_ABOVE_NBYTES", 1000)
     one = journal()
