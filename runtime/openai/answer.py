@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Literal
 
@@ -84,29 +85,57 @@ class Answer:
             shown.append(ContentText(rest))
         return shown
 
+    def fits(self) -> bool:
+        """Whether an answer that is over is what the request's format asks for. One that calls tools always is."""
+        if self.task.answer_format == "text" or self.reason == "tool_calls":
+            return True
+        try:
+            value = json.loads("".join(self._content))
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(value, dict) or self.task.answer_format == "json_schema"
+
     def as_json(self, created: int) -> dict[str, object]:
         """The object of the API, once the answer is over; `created` in seconds since 1970."""
         assert self.reason is not None
-        task, serving = self.task, self._serving
+        task = self.task
         chat = task.endpoint == CHAT
         logprobs = None
         if task.sampling.top_logprobs is not None:
-            logprobs = (chat_logprobs if chat else text_logprobs)(self.tokens, serving.tokenizer)
+            logprobs = (chat_logprobs if chat else text_logprobs)(self.tokens, self._serving.tokenizer)
         choice: dict[str, object] = {"index": 0}
         choice |= {"message": self._message()} if chat else {"text": "".join(self._content)}
         choice |= {"logprobs": logprobs, "finish_reason": self.reason}
         if task.returns_ids:
             choice |= {"prompt_token_ids": list(task.ids), "token_ids": [c.token for c in self.tokens]}
+        return self.written("chat.completion" if chat else "text_completion", created, [choice], usage=self.usage())
+
+    def written(
+        self, kind: str, created: int, choices: Sequence[dict[str, object]], **more: object
+    ) -> dict[str, object]:
+        """An object of the API with what the answer and each of its chunks have in common; `kind` is its type."""
+        serving, sampling = self._serving, self.task.sampling
         found: dict[str, object] = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._name}",
-            "object": "chat.completion" if chat else "text_completion",
+            "id": f"{'chatcmpl' if self.task.endpoint == CHAT else 'cmpl'}-{self._name}",
+            "object": kind,
             "created": created,
             "model": serving.name,
-            "choices": [choice],
-            "usage": self._usage(),
+            "choices": choices,
+            **more,
             "system_fingerprint": serving.fingerprint,
         }
-        return found | ({"seed": task.sampling.seed} if task.sampling.temperature else {})
+        return found | ({"seed": sampling.seed} if sampling.temperature else {})
+
+    def usage(self) -> dict[str, object]:
+        """The tokens so far."""
+        prompt, completion = len(self.task.ids), len(self.tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": sum(self._thoughts)},
+        }
 
     def _message(self) -> dict[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": "".join(self._content), "refusal": None}
@@ -116,16 +145,6 @@ class Answer:
             message["content"] = message["content"] or None
             message["tool_calls"] = self._calls
         return message
-
-    def _usage(self) -> dict[str, object]:
-        prompt, completion = len(self.task.ids), len(self.tokens)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": sum(self._thoughts)},
-        }
 
     def _shown(self, events: Sequence[Event]) -> list[Event]:
         """Gathers what came, less what stop strings hold back."""

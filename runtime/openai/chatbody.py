@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from deltafin.errors import BadRequest
 from deltafin.runtime.chat import Conversation, JsonObject, from_openai, prompt, tools_of
 from deltafin.runtime.openai.decoding import MOST_TOP_LOGPROBS, fitting_max_new, read_decoding
 from deltafin.runtime.openai.errors import BadBody
 from deltafin.runtime.openai.fields import Fields
-from deltafin.runtime.openai.task import CHAT, Serving, Task
+from deltafin.runtime.openai.task import CHAT, AnswerFormat, Serving, Task
 
 EFFORTS = ("none", "low", "high", "max")
 DEFAULT_EFFORT = "max"  # the model's own
@@ -37,9 +38,11 @@ def read_chat(body: object, serving: Serving, *, seed: int = 0) -> Task:
         max_new=fitting_max_new(fields, serving, decoding.max_new, len(written.ids)),
         stops=decoding.stops,
         thinking=conversation.thinking,
+        answer_format=_answer_format(conversation),
         returns_ids=decoding.returns_ids,
         stream=decoding.stream,
         stream_usage=decoding.stream_usage,
+        stream_progress=decoding.stream_progress,
         model=decoding.model,
     )
 
@@ -137,6 +140,17 @@ def _response_format(fields: Fields) -> JsonObject | None:
     elif schema is not None:
         raise BadBody(f'{wanted.path("json_schema")} has no effect with type "{kind}"', wanted.path("json_schema"))
     return wanted.all()
+
+
+def _answer_format(conversation: Conversation) -> AnswerFormat:
+    wanted = conversation.response_format
+    match wanted.get("type") if isinstance(wanted, Mapping) else wanted:
+        case "json_object":
+            return "json_object"
+        case "json_schema":
+            return "json_schema"
+        case _:
+            return "text"
 
 
 def _only_unconstrained(declared: Fields) -> None:

@@ -30,6 +30,7 @@ class Decoding:
     returns_ids: bool
     stream: bool
     stream_usage: bool
+    stream_progress: bool
     model: str | None
 
 
@@ -48,9 +49,10 @@ def read_decoding(fields: Fields, serving: Serving, *, seed: int, top_logprobs: 
     options = fields.inner("stream_options")
     if options is not None and not stream:
         raise BadBody("stream_options has no effect without stream; leave it out", fields.path("stream_options"))
-    include_usage = False
+    include_usage = include_progress = False
     if options is not None:
         include_usage = options.boolean("include_usage") or False
+        include_progress = options.boolean("include_progress") or False
         options.finish()
     return Decoding(
         sampling=_sampling(fields, serving, seed, top_logprobs),
@@ -59,6 +61,7 @@ def read_decoding(fields: Fields, serving: Serving, *, seed: int, top_logprobs: 
         returns_ids=fields.boolean("return_token_ids") or False,
         stream=stream,
         stream_usage=include_usage,
+        stream_progress=include_progress,
         model=fields.text("model"),
     )
 

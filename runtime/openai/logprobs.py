@@ -23,25 +23,36 @@ def chat_logprobs(tokens: Sequence[Chosen], tokenizer: Tokenizer) -> dict[str, o
 
 
 def text_logprobs(tokens: Sequence[Chosen], tokenizer: Tokenizer) -> dict[str, object]:
+    """Those of a whole answer."""
+    return TextLogprobs(tokenizer).push(tokens)
+
+
+class TextLogprobs:
     """Lists side by side, as /v1/completions has them. The chosen token is always among the alternatives."""
-    names = [_name(chosen.token, tokenizer) for chosen in tokens]
-    decoder, offsets, length = StreamDecoder(tokenizer), [], 0
-    for chosen in tokens:
-        offsets.append(length)
-        length += len(decoder.push(chosen.token))
-    top = []
-    for chosen, name in zip(tokens, names, strict=True):
-        entries = {
-            _name(token, tokenizer): logprob for token, logprob in reversed(chosen.top)
-        }  # of one name the likelier
-        assert chosen.logprob is not None
-        top.append({**dict(reversed(entries.items())), name: chosen.logprob})
-    return {
-        "tokens": names,
-        "token_logprobs": [chosen.logprob for chosen in tokens],
-        "top_logprobs": top if any(chosen.top for chosen in tokens) else None,
-        "text_offset": offsets,
-    }
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = StreamDecoder(tokenizer)
+        self._length = 0  # characters before the next token
+
+    def push(self, tokens: Sequence[Chosen]) -> dict[str, object]:
+        """Of the next tokens of the answer."""
+        names = [_name(chosen.token, self._tokenizer) for chosen in tokens]
+        offsets, top = [], []
+        for chosen, name in zip(tokens, names, strict=True):
+            offsets.append(self._length)
+            self._length += len(self._decoder.push(chosen.token))
+            entries = {
+                _name(token, self._tokenizer): logprob for token, logprob in reversed(chosen.top)
+            }  # of one name the likelier
+            assert chosen.logprob is not None
+            top.append({**dict(reversed(entries.items())), name: chosen.logprob})
+        return {
+            "tokens": names,
+            "token_logprobs": [chosen.logprob for chosen in tokens],
+            "top_logprobs": top if any(chosen.top for chosen in tokens) else None,
+            "text_offset": offsets,
+        }
 
 
 def _entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, object]:

@@ -9,6 +9,8 @@ from deltafin.runtime.sampling import Sampling
 from deltafin.runtime.tokenizer import Tokenizer
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+# Text of any kind, an object of JSON, any value of JSON: a schema is shown to the model, and nothing more.
+AnswerFormat = Literal["text", "json_object", "json_schema"]
 CHAT: Endpoint = "/v1/chat/completions"
 TEXT: Endpoint = "/v1/completions"
 ENDPOINTS: tuple[Endpoint, ...] = (CHAT, TEXT)
@@ -38,9 +40,11 @@ class Task:
     max_new: int
     stops: tuple[str, ...] = ()
     thinking: bool = False  # whether the prompt ends inside the element for reasoning
+    answer_format: AnswerFormat = "text"  # that the model was told of; `Answer.fits` says whether it kept to it
     returns_ids: bool = False  # whether the answer also has the token ids of prompt and text
     stream: bool = False
     stream_usage: bool = False  # whether a stream ends with the counts
+    stream_progress: bool = False  # whether a stream tells how far the work is while there are no tokens
     model: str | None = None  # as the request has it; what answers is not its choice
 
     @property

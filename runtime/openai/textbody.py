@@ -29,6 +29,7 @@ def read_text(body: object, serving: Serving, *, seed: int = 0) -> Task:
         returns_ids=decoding.returns_ids,
         stream=decoding.stream,
         stream_usage=decoding.stream_usage,
+        stream_progress=decoding.stream_progress,
         model=decoding.model,
     )
 
