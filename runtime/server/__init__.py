@@ -5,11 +5,13 @@ of HTTP. The application over it parses, answers and streams; it never touches a
 """
 
 from deltafin.runtime.server.company import Company
-from deltafin.runtime.server.engine import Counts, Engine, Full, Stopped
+from deltafin.runtime.server.counts import Counts
+from deltafin.runtime.server.engine import Engine
 from deltafin.runtime.server.jobs import Began, Ended, Failed, Job, Listener, News, Update
 from deltafin.runtime.server.opening import open_model
 from deltafin.runtime.server.pace import Progress
 from deltafin.runtime.server.queueing import Place
+from deltafin.runtime.server.refusing import Full, Stopped
 from deltafin.runtime.server.room import Room
 from deltafin.runtime.server.sizing import ServerSize, server_size
 from deltafin.runtime.server.starting import Starts

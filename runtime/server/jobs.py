@@ -47,31 +47,41 @@ class Failed:
 
 
 Update = Began | News | Ended | Failed
-# Called in the engine's thread, in order; must return at once and raise nothing.
+# Called in the engine's thread, in order; must return at once. One that raises has left.
 Listener = Callable[[Update], None]
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Made by `Engine.submit`. Only the engine's thread changes it."""
+    """Made by `Engine.submit`. Only the engine changes it."""
 
     number: int
     task: Task
     answer: Answer
     listener: Listener
     state: State = "waiting"
-    generation: Generation | None = None
+    generation: Generation | None = None  # while it runs: nobody outside is to hold the memory of its sequence
     start: Start = field(default_factory=Start)
     taken: int = 0  # of the room
     created: float = field(default_factory=time.time)  # seconds since 1970
     events: list[Event] = field(default_factory=list)  # since the last news
     told: int = 0  # tokens that were news
+    error: Exception | None = None  # of our own, while what came was put into the answer
     left_at: int | None = None  # layers that had begun when its client left
+    out_at: int | None = None  # and when the passes knew
 
     def ends(self, chosen: Chosen) -> bool:
         """For its `Generation`: takes a token that is no stop token."""
-        self.events += self.answer.push(chosen)
+        try:
+            self.events += self.answer.push(chosen)
+        except Exception as e:  # must not end the pass for the others
+            self.error = e
+            return True
         return self.answer.ended
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.events) or len(self.answer.tokens) > self.told
 
     def news(self) -> News:
         """What came since the last time."""

@@ -64,37 +64,49 @@ class PassClock:
         self.layer: int | None = None
         self.rows = 0
         self.layers = 0  # begun, in all passes
-        self.passes = 0
-        self.moved_at = time.monotonic()  # when a layer or a pass last began or ended
-        self._began = 0.0
+        self.passes = 0  # that were computed to the end
+        self._began = self._moved = time.monotonic()
+        self._resting = True
 
     def begin(self, rows: int) -> None:
-        self.rows, self._began = rows, time.monotonic()
-        self.moved_at = self._began
+        self.move()
+        self.rows, self._began = rows, self._moved
 
     def at(self, layer: int) -> None:
         self.layer = layer
         self.layers += 1
-        self.moved_at = time.monotonic()
+        self.move()
 
     def end(self) -> None:
         self.layer = None
-        self.passes += 1
-        self.moved_at = time.monotonic()
+        self.move()
 
-    def abandon(self) -> None:
-        self.layer = None
-        self.moved_at = time.monotonic()
+    def move(self) -> None:
+        """Something has happened."""
+        self._moved = time.monotonic()
+        self._resting = False
+
+    def rest(self) -> None:
+        """There is nothing to do."""
+        self._resting = True
+
+    @property
+    def still_s(self) -> float:
+        """Since something happened, while there is something to do."""
+        return 0.0 if self._resting else time.monotonic() - self._moved
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._began if self.layer is not None else 0.0
 
     def left_s(self, expected_s: float | None) -> float | None:
-        """By what the layers so far have taken; in the first ones by what such a pass is expected to take."""
+        """By what the layers so far have taken; in the first ones by what such a pass is expected to take.
+
+        0 between passes.
+        """
         layer, elapsed = self.layer, self.elapsed_s
         if layer is None:
             return 0.0
-        if layer * 10 >= self.num_layers:
-            return elapsed * (self.num_layers - layer) / max(1, layer)
+        if layer > 0 and layer * 10 >= self.num_layers:
+            return elapsed * (self.num_layers - layer) / layer
         return None if expected_s is None else max(0.0, expected_s - elapsed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +16,12 @@ from deltafin.runtime.server.room import Room
 class Place:
     """Of one request now."""
 
-    ahead: int | None  # requests that wait before it; None: it rides
+    ahead: int | None  # requests that wait before it; None: it waits no more
     first_token_s: float | None  # an estimate; None if nothing is known yet, 0 if it is there
 
 
 def place_of(
     job: Job,
-    ahead: int,
     waiting: Sequence[Job],
     running: Sequence[Job],
     room: Room,
@@ -29,22 +29,27 @@ def place_of(
     pass_left_s: float | None,
     most_rows: int,
 ) -> Place:
-    """`ahead` is its index in `waiting`, or -1; `pass_left_s` what is left of the pass under way."""
-    if ahead < 0:
+    """`waiting` and `running` are all there are; `pass_left_s` is what is left of the pass under way, 0 between two."""
+    if job not in waiting:
         return Place(None, _running_s(job, pace, pass_left_s, most_rows))
+    ahead = waiting.index(job)
     own = _prompt_s(len(job.task.ids), pace, most_rows)
-    wait = _until_room_s(waiting[:ahead], running, room, pace)
+    wait = _until_room_s(waiting[: ahead + 1], running, room, pace)
     if own is None or wait is None or pass_left_s is None:
         return Place(ahead, None)
-    return Place(ahead, pass_left_s + wait + own)
+    return Place(ahead, max(pass_left_s, wait) + own)
 
 
 def _running_s(job: Job, pace: Pace, pass_left_s: float | None, most_rows: int) -> float | None:
-    generation = job.generation
-    if generation is None or generation.chosen:
+    generation = job.generation  # once: the engine may take it away
+    if job.state == "over" or (generation is not None and generation.chosen):
         return 0.0
-    further = _prompt_s(max(0, generation.waiting - most_rows), pace, most_rows)
-    return None if pass_left_s is None or further is None else pass_left_s + further
+    if pass_left_s is None:
+        return None
+    rows = len(job.task.ids) if generation is None else generation.waiting
+    # Where a pass is under way, the first of them are in it.
+    further = _prompt_s(max(0, rows - most_rows) if pass_left_s else rows, pace, most_rows)
+    return None if further is None else pass_left_s + further
 
 
 def _prompt_s(rows: int, pace: Pace, most_rows: int) -> float | None:
@@ -54,21 +59,22 @@ def _prompt_s(rows: int, pace: Pace, most_rows: int) -> float | None:
     return None if each is None and passes else passes * (each or 0.0)
 
 
-def _until_room_s(before: Sequence[Job], running: Sequence[Job], room: Room, pace: Pace) -> float | None:
-    """Until so many answers are over that the requests before it, and it, have room."""
-    over = len(before) + 1 - (room.sequences - len(running))  # that must be over first
-    tokens = sum(j.taken for j in running) + sum(j.task.tokens for j in before)
-    if over <= 0 and tokens <= room.tokens:
-        return 0.0
+def _until_room_s(joining: Sequence[Job], running: Sequence[Job], room: Room, pace: Pace) -> float | None:
+    """Until the last of those that join has room, if answers are as long as they were."""
     pass_s = pace.of_pass(max(1, len(running)))
-    if pass_s is None:
-        return None
-    left = sorted(_tokens_left(j, pace) for j in running)
-    rounds, place = divmod(max(0, over - 1), max(1, len(left)))
-    first = left[place] if left else pace.answer_tokens
-    return (first + rounds * pace.answer_tokens) * pass_s
+    ends = [(_tokens_left(job, pace), job.taken) for job in running]  # in passes, and what is free then
+    heapq.heapify(ends)
+    now = 0.0
+    for job in joining:
+        while not room.fits_beside(job.task.tokens, [taken for _, taken in ends]):
+            if pass_s is None:
+                return None
+            now = max(now, heapq.heappop(ends)[0])
+        heapq.heappush(ends, (now + min(pace.answer_tokens, job.task.max_new), room.size_of(job.task.tokens)))
+    return 0.0 if pass_s is None else now * pass_s
 
 
 def _tokens_left(job: Job, pace: Pace) -> float:
-    chosen = 0 if job.generation is None else len(job.generation.chosen)
+    generation = job.generation
+    chosen = 0 if generation is None else len(generation.chosen)
     return max(1.0, min(pace.answer_tokens, job.task.max_new) - chosen)

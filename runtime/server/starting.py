@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from deltafin.errors import NoMemory
@@ -12,6 +13,8 @@ from deltafin.runtime.sequence import Sequence
 from deltafin.runtime.server.recent import Recent
 from deltafin.runtime.states import PrefixStore, PrefixWriter
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Start:
@@ -20,6 +23,7 @@ class Start:
     seq: Sequence | None = None  # that has seen the first tokens of the prompt, never all
     mark: Checkpoint | None = None  # a state on the way that is to be kept
     writer: PrefixWriter | None = None
+    keeps_prompt: bool = False  # whether the state after the whole prompt is to be kept, too
 
     def settle(self) -> None:
         """After a pass: a state that is whole is kept."""
@@ -41,17 +45,28 @@ class Starts:
     def __init__(self, model: Model, store: PrefixStore) -> None:
         self._model, self.store = model, store
 
-    def find(self, task: Task, recent: Recent) -> Start:
-        """The best beginning of a task's prompt, and what of the prompt is worth keeping on the way."""
-        known = recent.longest(task.ids)
-        seq = self._stored(task.ids, known)
-        if seq is None and known:
-            seq = recent.take(task.ids)
+    def find(self, task: Task, recent: Recent, seq: Sequence | None = None) -> Start:
+        """The best beginning of a task's prompt, and what of the prompt is worth keeping on the way.
+
+        `seq` is one that is decided on already.
+        """
+        if seq is None:
+            known = recent.longest(task.ids)
+            seq = self._stored(task.ids, known)
+            if seq is None and known:
+                seq = recent.take(task.ids)
         return self._marked(task, seq, 0 if seq is None else len(seq))
 
     def keep(self, seq: Sequence) -> bool:
-        """What an answer has left, or what has been computed of one that will not be finished."""
-        return self.store.keep(self._model, seq)
+        """What an answer has left, or what has been computed of one that will not be finished.
+
+        Never raises: a state that is not kept is computed again.
+        """
+        try:
+            return self.store.keep(self._model, seq)
+        except Exception:
+            log.exception("the state of %d tokens is not kept", len(seq))
+            return False
 
     def _stored(self, ids: tuple[int, ...], known: int) -> Sequence | None:
         try:
@@ -62,12 +77,14 @@ class Starts:
     def _marked(self, task: Task, seq: Sequence | None, known: int) -> Start:
         """Instructions first, which most requests share; else the whole prompt but its last token.
 
-        From there the same question is answered again, and a chat goes on whose client leaves reasoning out.
+        From there the same question is answered again, and a chat goes on whose client leaves reasoning out. Where the
+        place is taken by the instructions, the whole prompt is kept between two passes, for the chat at least.
         """
-        at = task.shared
+        at, instructions = task.shared, True
         if not known < at < len(task.ids) or self.store.has(self._model, task.ids[:at]):
-            at = len(task.ids) - 1
+            at, instructions = len(task.ids) - 1, False
         if at <= known:
             return Start(seq)
         writer = self.store.writer(self._model, task.ids[:at])
-        return Start(seq, None if writer is None else Checkpoint(at, writer), writer)
+        mark = None if writer is None else Checkpoint(at, writer)
+        return Start(seq, mark, writer, keeps_prompt=instructions and at < len(task.ids) - 1)
