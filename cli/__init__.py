@@ -1,8 +1,8 @@
-"""The commands: df-index, df-fetch, df-run, df-bench, df-plan. Each parses, calls one function of a room, prints.
+"""The commands: df-index, df-fetch, df-run, df-serve, df-bench, df-plan.
 
-Results go to stdout, progress and statistics to stderr. Exit status: 0 done, 1 failed (one line on
-stderr says why and what to do), 2 wrong usage, 130 interrupted. Rooms are imported inside the commands,
-so that --help answers at once.
+Each parses, calls one function of a room, prints. Results go to stdout, progress and statistics to stderr. Exit
+status: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage, 130 interrupted. Rooms are
+imported inside the commands, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ COMMANDS = {
     "df-index": "where every byte of a model lies: build, show, check, list",
     "df-fetch": "bring a model's bytes to this machine, look at them, check, place and remove them",
     "df-run": "continue a prompt with a model, answer a file of requests (batch), say how likely texts are (score)",
+    "df-serve": "answer requests of OpenAI's API with a model, for as long as it takes",
     "df-bench": "measure this machine in the terms the engine works in: kernels, io, http, roots, tokens and more",
     "df-plan": "say what this machine will do with a model, before it is downloaded; and doctor",
 }
@@ -69,6 +70,15 @@ def run_main() -> None:
         return run
 
     sys.exit(_execute(command, "df-run"))
+
+
+def serve_main() -> None:
+    def command() -> click.Command:
+        from deltafin.cli.serve import serve
+
+        return serve
+
+    sys.exit(_execute(command, "df-serve"))
 
 
 def bench_main() -> None:

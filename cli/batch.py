@@ -14,7 +14,9 @@ from deltafin.cli.lines import one_line
 from deltafin.cli.options import (
     ByteSize,
     cache_option,
+    fetch_ahead,
     json_option,
+    keep_heat,
     mirror_option,
     offline_option,
     opened_store,
@@ -111,7 +113,6 @@ def batch(
         )
         store.claim_line()
         from deltafin.cli.progress import Progress
-        from deltafin.cli.run import fetch_ahead, keep_heat
         from deltafin.runtime import load_tokenizer
         from deltafin.runtime.batch import (
             Batch,

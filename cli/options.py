@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from deltafin.errors import BadRequest, NoSpace
+from deltafin.errors import BadRequest, DeltafinError, NoSpace
 
 if TYPE_CHECKING:
+    from deltafin.runtime import Model
     from deltafin.store import FetchPlan, Idle, Item, Store, Take
+
+log = logging.getLogger(__name__)
 
 # Fetching or removing more than this is announced first.
 ASK_ABOVE_NBYTES = 1_000_000_000
@@ -227,6 +230,39 @@ def fetch_with_consent(
                 f"{label}: {human_nbytes(plan.nbytes)} to fetch{more}, {duration}; {human_nbytes(free)} free in {where}"
             )
         room.fetch(store, items, landed, idle=idle, take=take)
+
+
+def fetch_ahead(engine: Model, rows: int | None, *, yes: bool) -> None:
+    """Fetches the missing spine, after saying how much may follow; does nothing for a local model.
+
+    What may follow are the experts of so many rows, or all (None). What is packed is here in another form.
+    """
+    from deltafin.store import expert_items, plan_fetch, spine_items
+
+    store = engine.store
+    if not store.may_fetch:
+        return
+    catalog, config = store.catalog, store.catalog.config
+    plan = plan_fetch(store, [i for i in spine_items(catalog) if i.layer not in engine.packed_layers])
+    also = 0
+    if not yes:  # only an announcement needs to know; looking for every expert takes seconds on a slow disk
+        most = None if rows is None else rows * config.top_k * len(config.moe_layers) * catalog.expert_nbytes
+        experts = expert_items(catalog, config.moe_layers, range(config.num_experts))
+        also = plan_fetch(store, experts, limit_nbytes=most).nbytes
+    if plan.items or also:
+        fetch_with_consent(store, plan, f"spine of {store.model}", yes=yes, also_nbytes=also)
+
+
+def keep_heat(engine: Model) -> None:
+    """Adds the experts that were used to the model's heat, also after a failure or Ctrl-C. Nothing depends on it."""
+    store = engine.store
+    if store.roots[0].presence.look():
+        return  # the cache is gone, which was said; it must not be made anew in its place
+    try:
+        store.heat.add(store.stats.expert_reads, engine.times.passes)
+    except DeltafinError as e:
+        # Not a warning: a cache may be read-only on purpose.
+        log.info("%s; the use of experts is not remembered", e)
 
 
 def ask(announcement: str) -> None:

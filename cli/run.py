@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import sys
 from pathlib import Path
@@ -16,8 +15,9 @@ from deltafin.cli.chat_options import ChatOptions, chat_options, refuse_chat_opt
 from deltafin.cli.choosing import ChoosingOptions, check_for, choose, choosing_options
 from deltafin.cli.options import (
     cache_option,
-    fetch_with_consent,
+    fetch_ahead,
     json_option,
+    keep_heat,
     mirror_option,
     offline_option,
     opened_store,
@@ -34,13 +34,10 @@ from deltafin.cli.prompts import prompt_text
 from deltafin.cli.run_settings import RunSettings, StateOptions, state_options
 from deltafin.cli.run_text import TextJob
 from deltafin.cli.subcommands import WithSubcommands
-from deltafin.errors import BadRequest, DeltafinError
+from deltafin.errors import BadRequest
 
 if TYPE_CHECKING:
     from deltafin.cli.chat import ChatJob
-    from deltafin.runtime import Model
-
-log = logging.getLogger(__name__)
 
 MAX_NEW, CHAT_MAX_NEW = 128, 4096
 
@@ -163,36 +160,3 @@ def run(
                 job.run(engine, how)
             finally:
                 keep_heat(engine)
-
-
-def fetch_ahead(engine: Model, rows: int, *, yes: bool) -> None:
-    """Fetches the missing spine, after saying how much may follow; does nothing for a local model.
-
-    What is packed is here in another form.
-    """
-    from deltafin.store import expert_items, plan_fetch, spine_items
-
-    store = engine.store
-    if not store.may_fetch:
-        return
-    catalog, config = store.catalog, store.catalog.config
-    plan = plan_fetch(store, [i for i in spine_items(catalog) if i.layer not in engine.packed_layers])
-    also = 0
-    if not yes:  # only an announcement needs to know; looking for every expert takes seconds on a slow disk
-        most = rows * config.top_k * len(config.moe_layers) * catalog.expert_nbytes
-        experts = expert_items(catalog, config.moe_layers, range(config.num_experts))
-        also = plan_fetch(store, experts, limit_nbytes=most).nbytes
-    if plan.items or also:
-        fetch_with_consent(store, plan, f"spine of {store.model}", yes=yes, also_nbytes=also)
-
-
-def keep_heat(engine: Model) -> None:
-    """Adds the experts that were used to the model's heat, also after a failure or Ctrl-C. Nothing depends on it."""
-    store = engine.store
-    if store.roots[0].presence.look():
-        return  # the cache is gone, which was said; it must not be made anew in its place
-    try:
-        store.heat.add(store.stats.expert_reads, engine.times.passes)
-    except DeltafinError as e:
-        # Not a warning: a cache may be read-only on purpose.
-        log.info("%s; the use of experts is not remembered", e)

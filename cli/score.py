@@ -14,7 +14,9 @@ import click
 
 from deltafin.cli.options import (
     cache_option,
+    fetch_ahead,
     json_option,
+    keep_heat,
     mirror_option,
     offline_option,
     opened_store,
@@ -98,7 +100,6 @@ def score(
         )
         store.claim_line()
         from deltafin.cli.progress import Progress
-        from deltafin.cli.run import fetch_ahead, keep_heat
         from deltafin.runtime import Model, Want, load_tokenizer
         from deltafin.runtime.scorefiles import Input, Output, Printed, ResultKeys, Totals
 

@@ -93,6 +93,17 @@ def kill_batches() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def kill_server(kill_batches) -> ModuleType:
+    """After `kill_batches`, which it takes its requests from."""
+    return load(ROOT / "tools" / "kill_server.py")
+
+
+@pytest.fixture(scope="session")
+def server_speed() -> ModuleType:
+    return load(ROOT / "tools" / "server_speed.py")
+
+
+@pytest.fixture(scope="session")
 def range_server() -> ModuleType:
     return load(ROOT / "tests" / "faults" / "faulty_range_server.py")
 

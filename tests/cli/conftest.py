@@ -69,6 +69,7 @@ def df(monkeypatch, capfdbinary, tmp_path) -> Iterator[Callable[..., Done]]:
         "df-index": cli.index_main,
         "df-plan": cli.plan_main,
         "df-run": cli.run_main,
+        "df-serve": cli.serve_main,
     }
     logger = logging.getLogger("deltafin")
     before = logger.handlers[:], logger.propagate, logger.level

@@ -14,7 +14,7 @@ import deltafin
 from deltafin.cli.options import ByteSize
 from deltafin.cli.progress import human_nbytes, human_seconds
 
-NAMES = ["df-index", "df-fetch", "df-run", "df-bench", "df-plan"]
+NAMES = ["df-index", "df-fetch", "df-run", "df-serve", "df-bench", "df-plan"]
 
 
 def _run(name: str, *args: str, **keywords) -> subprocess.CompletedProcess[str]:
@@ -47,9 +47,11 @@ def test_every_subcommand_has_help_with_an_example_and_says_what_its_options_do(
     from deltafin.cli.plan import plan
     from deltafin.cli.run import run
     from deltafin.cli.score import score
+    from deltafin.cli.serve import serve
 
     commands = [
         run,
+        serve,
         batch,
         score,
         *plan.commands.values(),
