@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import deltafin
 from deltafin.errors import DeltafinError
@@ -183,7 +184,7 @@ def ask(port: int, body: dict[str, object]) -> Answer:
     return answer
 
 
-def _events(lines: Iterator[bytes]) -> Iterator[dict]:
+def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if line.startswith(b"data: {"):
             yield json.loads(line[6:])
