@@ -9,9 +9,12 @@ INPUTS := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard cext/*.c 
 demo: dev
 	$(BIN)/python tools/demo.py
 
+# A process for each core, but not more than 4: each takes up to 1.2 GB and makes its own checkpoints. The tests of a file
+# stay together, as what they share is made once a process.
 test: dev
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n logical --maxprocesses 4 --dist loadfile
 
+# One after the other: among the slow ones are those that measure, and those that take much memory.
 test-all: dev
 	$(BIN)/python -m pytest -q
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
+import socketserver
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN_SEED = 20261129
@@ -19,7 +22,12 @@ GOLDEN_SEED = 20261129
 for _name in list(os.environ):
     if _name.startswith(("HF_", "HUGGING", "DELTAFIN_")) or _name.lower().endswith("_proxy"):
         del os.environ[_name]
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it in the background: commands inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+settings.register_profile("busy", deadline=None)  # an example that takes long says that the machine is busy
+settings.load_profile("busy")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of the many commands would compile the package again
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # torch's idle threads would spin: ten times slower on shared cores
 
 
@@ -105,7 +113,11 @@ def server_speed() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def range_server() -> ModuleType:
-    return load(ROOT / "tests" / "faults" / "faulty_range_server.py")
+    """Prompt, or it would hold back the end of each answer by 40 ms, and that of each test by 100 ms."""
+    module = load(ROOT / "tests" / "faults" / "faulty_range_server.py")
+    module.Handler.disable_nagle_algorithm = True  # headers and body are written apart
+    module.Listener.serve_forever = lambda self, _: socketserver.BaseServer.serve_forever(self, 0.005)
+    return module
 
 
 @pytest.fixture

@@ -23,12 +23,6 @@ from deltafin.store import all_items, fetch, open_store
 REPO = "org/demo"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def prompt_server(range_server) -> None:
-    """The server writes headers and body apart; held back by Nagle's algorithm, each answer would take 40 ms."""
-    range_server.Handler.disable_nagle_algorithm = True
-
-
 @pytest.fixture(scope="session")
 def capital(golden) -> dict:
     """The golden continuation of "The capital of France is"."""

@@ -136,7 +136,7 @@ def slow_run(range_server, demo_dir, demo_cache, tmp_path_factory):
             with open_store(REPO, cache_dir=cache, offline=True) as store:
                 items = expert_items(store.catalog, store.catalog.config.moe_layers, range(32))
                 remove(store, items)
-            server.set_mode("slow_drip", bytes=65536, every=0.15)
+            server.set_mode("slow_drip", bytes=65536, every=0.09)
             return _on_terminal(["df-run", REPO, *PROMPT], cache, **keywords)
 
     return run
@@ -234,7 +234,7 @@ def test_beside_reasoning_on_stderr_the_status_leaves_it_alone(monkeypatch):
 def test_a_fetch_shows_a_bar_with_rate_and_time_left(hub, tiny_dir, tmp_path, index_only):
     server = hub(tiny_dir)
     index_only(tmp_path / "cache", "org/tiny")
-    server.set_mode("slow_drip", bytes=65536, every=0.1)
+    server.set_mode("slow_drip", bytes=65536, every=0.06)
     status, seen, out, _ = _on_terminal(["df-fetch", "all", "org/tiny"], tmp_path / "cache", out=False)
     assert status == 0
     assert out.startswith(b"fetched 154 spans")

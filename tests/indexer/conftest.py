@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import shutil
-import socketserver
 import struct
 import subprocess
 import sys
@@ -100,13 +99,6 @@ class Checkpoint:
 def tiny_copy(tiny_dir, tmp_path) -> Checkpoint:
     """Nine layers of 16 experts; layer L is in shard L+1, the globals in 10, the vision stubs in 11 and 12."""
     return Checkpoint(Path(shutil.copytree(tiny_dir, tmp_path / "tiny")))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def prompt_server(range_server) -> None:
-    """Else each answer of the hub stand-in waits 40 ms for the client's delayed acknowledgement, and its end 100 ms."""
-    range_server.Handler.disable_nagle_algorithm = True
-    range_server.Listener.serve_forever = lambda self, _: socketserver.BaseServer.serve_forever(self, 0.005)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,10 +37,14 @@ SPAN, SMALL = 12_000, 2_000  # bytes; K3: 32 MiB and 64 KiB
 PROMPT = [5, 17, 2, 200, 33, 7, 90, 41, 5, 5, 118, 64, 9]
 
 
+def _make_spans_small(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("deltafin.indexer.catalog.SPINE_SPAN_NBYTES", SPAN)
+    patch.setattr("deltafin.indexer.catalog.SMALL_TENSOR_NBYTES", SMALL)
+
+
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch) -> None:
-    monkeypatch.setattr("deltafin.indexer.catalog.SPINE_SPAN_NBYTES", SPAN)
-    monkeypatch.setattr("deltafin.indexer.catalog.SMALL_TENSOR_NBYTES", SMALL)
+    _make_spans_small(monkeypatch)
 
 
 def least(plan, layers):
@@ -139,27 +144,37 @@ def expected(checkpoint, open_model, tmp_path) -> Found:
     return _expected[key]
 
 
-def _in_place(checkpoint, cache, hub):
-    return str(checkpoint)
+@pytest.fixture(scope="session")
+def fetched(checkpoint, range_server, tmp_path_factory) -> Path:
+    """A cache with all of the checkpoint, in small spans. Copy it."""
+    cache = tmp_path_factory.mktemp("fetched") / "cache"
+    with range_server.FaultServer(root=str(checkpoint)) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", server.url)
+        _make_spans_small(patch)
+        with open_store(REPO, cache_dir=cache) as store:
+            fetch(store, all_items(store.catalog))
+    return cache
 
 
-def _objects(checkpoint, cache, hub):
-    hub(checkpoint)
-    with open_store(REPO, cache_dir=cache) as store:
-        fetch(store, all_items(store.catalog))
+def _in_place(request, cache):
+    return str(request.getfixturevalue("checkpoint"))
+
+
+def _objects(request, cache):
+    shutil.copytree(request.getfixturevalue("fetched"), cache)
     return REPO
 
 
-def _http(checkpoint, cache, hub):
-    hub(checkpoint)
+def _http(request, cache):
+    request.getfixturevalue("hub")(request.getfixturevalue("checkpoint"))
     return REPO
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("source", [_in_place, _objects, _http], ids=["shards", "objects", "http"])
-def test_no_bit_depends_on_the_budget_or_the_source(checkpoint, source, budget, planned, expected, hub, tmp_path):
+def test_no_bit_depends_on_the_budget_or_the_source(request, source, budget, planned, expected, tmp_path):
     cache = tmp_path / "cache"
-    model = source(checkpoint, cache, hub)
+    model = source(request, cache)
     with planned(budget, model, cache_dir=cache, offline=source is _objects) as opened:
         assert compute(opened) == expected
         counts = opened.store.stats.snapshot()
@@ -299,11 +314,11 @@ def test_a_damaged_piece_of_a_pack_is_never_computed_with(tiny_dir, planned, tmp
 
 
 @pytest.mark.parametrize("direct_from", [0, 1 << 30], ids=["direct", "buffered"])
-def test_no_bit_depends_on_direct_reads(checkpoint, direct_from, planned, expected, hub, tmp_path, monkeypatch):
+def test_no_bit_depends_on_direct_reads(request, direct_from, planned, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("deltafin.store.drive.DIRECT_FROM_NBYTES", direct_from)
     for source in (_in_place, _objects):
         cache = tmp_path / source.__name__
-        model = source(checkpoint, cache, hub)
+        model = source(request, cache)
         with planned(pieces, model, cache_dir=cache, offline=True) as opened:
             assert compute(opened) == expected
 

@@ -43,12 +43,6 @@ REPO = "test/model"
 LAYERS = "language_model.model.layers."
 
 
-@pytest.fixture(scope="session", autouse=True)
-def prompt_server(range_server) -> None:
-    """The server writes headers and body apart; held back by Nagle's algorithm, each answer would take 40 ms."""
-    range_server.Handler.disable_nagle_algorithm = True
-
-
 @pytest.fixture(scope="session")
 def policy() -> RetryPolicy:
     """As the default, but nobody has to wait for it."""

@@ -62,7 +62,7 @@ def test_waiting_is_said_once_and_ends_when_the_run_does(tmp_path):
     BusyLine(tmp_path).mark()
     begun = time.monotonic()
     assert idle.wait(threading.Event())
-    assert 0.8 < time.monotonic() - begun < 2
+    assert 0.8 < time.monotonic() - begun < 10
     BusyLine(tmp_path).mark()
     assert not idle.free
     assert said == [1]
@@ -106,11 +106,11 @@ def test_an_idle_fetch_begins_nothing_while_a_run_marks_the_line(hub_store, at_o
     assert len(server.state.log) == asked < len(items)
     over.set()
     runner.join()
-    fetcher.join(30)
+    fetcher.join(120)
     assert all(store.is_local(item.span) for item in items)
     assert max(at_once) == 2
     at_once.clear()
-    fetch(store, all_items(store.catalog)[:16])
+    fetch(store, all_items(store.catalog)[16:32])
     assert max(at_once) > 2, "what is not idle takes more"
 
 
