@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -224,14 +225,19 @@ def test_out_of_open_files_is_said_at_once_and_not_blamed_on_the_server(tmp_path
     files.read_into("warm", 0, memoryview(bytearray(8)), Expected(SIZE))  # what is imported on first use is there now
     files.close()
     files = RemoteFiles(server.url)
-    taken = os.open(tmp_path, os.O_RDONLY)
+    gc.collect()  # what other tests have left must not be closed in between
+    taken = [os.open(tmp_path, os.O_RDONLY)]
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (taken, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(tmp_path, os.O_RDONLY))
         with pytest.raises(DiskError, match="too many open files"):
             files.read_into("file", 0, memoryview(bytearray(8)), Expected(SIZE))
         assert files.stats.retries == 0
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        os.close(taken)
+        for fd in taken:
+            os.close(fd)
         files.close()
         server.close()

@@ -65,9 +65,7 @@ def serve(
     """Starts one on an open store, which it does not close. `data` is the folder of files and batches, if any."""
     packs = choose_packs(store, None)
     serving = serving_of(store, load_tokenizer(store), packs, max_new)
-    model, size, serving = open_model(
-        store, serving, ram=ram, threads=1, packs=packs, parallel=parallel, context=context
-    )
+    model, size, serving = open_model(store, serving, ram=ram, packs=packs, parallel=parallel, context=context)
     if name is not None:
         serving = replace(serving, name=name)
     starts = Starts(model, PrefixStore(keep_states))
@@ -206,14 +204,14 @@ def new_server(demo_dir, tmp_path) -> Iterator[Callable[..., Served]]:
 @pytest.fixture(scope="session")
 def demo(open_model, demo_dir) -> Iterator[Model]:
     """For engines without HTTP, one after the other."""
-    with open_model(demo_dir, threads=1) as model:
+    with open_model(demo_dir) as model:
         yield model
 
 
 @pytest.fixture(scope="session")
 def tiny(open_model, tiny_dir) -> Iterator[Model]:
     """The same, of a third of the size."""
-    with open_model(tiny_dir, threads=1) as model:
+    with open_model(tiny_dir) as model:
         yield model
 
 
