@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from deltafin.store import Store
 
 MAX_NEW = 4096
-_RESERVED_FILES = 24  # for transfers, states and uploads; reads of drives come on top, and the rest is for connections
+_RESERVED_FILES = 24  # for transfers, batches, files of clients; the rest is for connections
 _LEAST_CONNECTIONS = 8
 _BACKLOG = 128  # connections that wait to be taken
 
@@ -199,7 +199,8 @@ def _serve(
     stack.callback(missing.close)
     if not store.may_fetch:
         _refuse_missing(model, missing, allowed=given.allow_missing)
-    most = most_connections(sum(drive.depth for drive in store.drives))
+    # Reads of the drives, and of each prompt a state that is being written.
+    most = most_connections(sum(drive.depth for drive in store.drives) + size.sequences)
     states = PrefixStore(given.keep_states)
     drafts = given.draft == "ngram" or (given.draft is None and not missing.count)
     engine = Engine(model, serving, size, starts=Starts(model, states), most_waiting=given.queue, drafting=drafts)
@@ -247,14 +248,14 @@ def _not_here(what: str, command: str, moved: str | None, otherwise: str) -> str
     return f"{what} are not on this machine; without --offline run: {command}{otherwise}"
 
 
-def most_connections(reads: int) -> int:
-    """As many as there may be open files besides the engine's, which reads so many at once. Raises DeltafinError."""
+def most_connections(engines: int) -> int:
+    """As many as there may be open files besides so many of the engine's. Raises DeltafinError."""
     from deltafin.runtime.server.listening import MOST_CONNECTIONS
 
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
-    taken = len(os.listdir("/dev/fd")) + _RESERVED_FILES + reads
+    taken = len(os.listdir("/dev/fd")) + _RESERVED_FILES + engines
     if allowed < taken + _LEAST_CONNECTIONS:
         need = taken + _LEAST_CONNECTIONS
         raise DeltafinError(f"open files: {need} are needed, {allowed} allowed; run ulimit -n {need} first")

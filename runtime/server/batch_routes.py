@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Iterator, Sequence
-from typing import Annotated, BinaryIO, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
@@ -71,7 +72,7 @@ def batch_routes(service: BatchService) -> APIRouter:
     def retrieve_file(file_id: str) -> Response:
         return JSONResponse(_file(service, file_id).as_json())
 
-    @router.get("/v1/files/{file_id}/content", responses=content_response() | errors(404))
+    @router.get("/v1/files/{file_id}/content", responses=content_response() | errors(404, 503))
     def retrieve_file_content(file_id: str) -> Response:
         record = _file(service, file_id)
         headers = {
@@ -188,7 +189,7 @@ def _page(oldest_first: Sequence[_L], after: str | None, limit: int, order: Orde
     }
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
+def _pieces(file: io.FileIO) -> Iterator[bytes]:
     with file:
         while piece := file.read(_PIECE_NBYTES):
             yield piece

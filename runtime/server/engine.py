@@ -16,18 +16,16 @@ from deltafin.errors import DeltafinError
 from deltafin.runtime.draft import NGram
 from deltafin.runtime.generation import Generation, Step
 from deltafin.runtime.model import Model
-from deltafin.runtime.openai import Answer, BadBody, Serving, Task
-from deltafin.runtime.segment import Checkpoint
-from deltafin.runtime.sequence import Sequence
+from deltafin.runtime.openai import Answer, Serving, Task
 from deltafin.runtime.server.beside import Beside
 from deltafin.runtime.server.company import Company
 from deltafin.runtime.server.counts import Counts
 from deltafin.runtime.server.driving import Ending, Outcome, Passes
 from deltafin.runtime.server.jobs import Began, Ended, Failed, Job, Listener, Update
 from deltafin.runtime.server.pace import Pace, Progress
-from deltafin.runtime.server.queueing import Place, place_of
+from deltafin.runtime.server.queueing import Place, place_of, retry_after_s
 from deltafin.runtime.server.recent import Recent
-from deltafin.runtime.server.refusing import Full, Stopped
+from deltafin.runtime.server.refusing import Full, Stopped, too_long
 from deltafin.runtime.server.room import Room
 from deltafin.runtime.server.sizing import ServerSize
 from deltafin.runtime.server.starting import Start, Starts
@@ -59,7 +57,8 @@ class Engine:
         self._starts = starts
         self._drafting = drafting
         self._changed = threading.Condition()  # of what any thread may change, to the next blank line
-        self._jobs: dict[int, Job] = {}  # running, by id() of their generation
+        self._open: set[Job] = set()  # not over: somebody is to be told
+        self._jobs: dict[int, Job] = {}  # of these, running, by id() of their generation
         self._waiting: deque[Job] = deque()
         self._gone: list[Job] = []  # running, and their clients are gone
         self._stopping = self._woken = False
@@ -94,21 +93,17 @@ class Engine:
         Raises Full, Stopped, or BadBody if memory will never hold it.
         """
         if task.tokens > self.size.most_tokens:
-            raise BadBody(
-                f"prompt and answer may come to {task.tokens} tokens; this server has memory for "
-                f"{self.size.most_tokens}. Ask for fewer new tokens, or start it with more --ram",
-                "messages" if task.shared or "chat" in task.endpoint else "prompt",
-                "context_length_exceeded",
-            )
+            raise too_long(task, self.size.most_tokens)
         with self._changed:
             if self.error is not None or self._stopping:
                 raise self._stopped()
             if len(self._waiting) >= self.most_waiting:
                 self.counts.refused += 1
-                raise Full(len(self._waiting), self._retry_after_s())
+                raise Full(len(self._waiting), retry_after_s(len(self._jobs), self.pace))
             self._number += 1
             self.counts.submitted += 1
             job = Job(self._number, task, Answer(task, self.serving, name), listener)
+            self._open.add(job)
             self._waiting.append(job)
             self._wake()
         return job
@@ -121,6 +116,7 @@ class Engine:
             job.left_at = self._passes.clock.layers
             if job.state == "waiting":
                 self._waiting.remove(job)
+                self._open.remove(job)
                 job.state = "over"
                 self.counts.left += 1
             else:
@@ -161,9 +157,8 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests that ride, or are about to."""
-        counts = self.counts
         with self._changed:
-            return counts.submitted - counts.answered - counts.failed - counts.left - len(self._waiting)
+            return len(self._open) - len(self._waiting)
 
     @property
     def waiting(self) -> int:
@@ -227,14 +222,16 @@ class Engine:
     def _end(self) -> None:
         with self._changed:
             self._stopping = True
-            running, waiting = list(self._jobs.values()), list(self._waiting)
+            left = sorted(self._open, key=lambda job: job.number)
             self._waiting.clear()
-        for job in running:
-            try:
-                self._out(job)
-            except Exception:  # the others are to be told all the same
-                log.exception("at the end of the engine")
-        for job in [*running, *waiting]:
+            for job in left:
+                job.state = "over"  # so that `leave` looks for none of them where it is no more
+        for job in left:
+            if job.generation is not None:
+                try:
+                    self._out(job)
+                except Exception:  # the others are to be told all the same
+                    log.exception("at the end of the engine")
             self._fail(job, self._stopped())
         if self.error is None:
             for seq in self._recent:
@@ -243,7 +240,8 @@ class Engine:
         self._recent.clear()
 
     def _stopped(self) -> Stopped:
-        return Stopped("the server is shutting down" if self.error is None else f"the engine failed: {self.error}")
+        # What an error of ours says may be anybody's prompt: it is for the log.
+        return Stopped("the server is shutting down" if self.error is None else "the engine failed; its log says why")
 
     # ---- leaving
 
@@ -262,12 +260,12 @@ class Engine:
             gone, self._gone = self._gone, []
         for job in gone:
             if job.state == "running":
-                out_at = self._passes.clock.layers if job.out_at is None else job.out_at
-                assert job.left_at is not None
                 self._out(job)
                 with self._changed:
+                    self._open.remove(job)
                     self.counts.left += 1
-                    self.counts.left_layers = max(self.counts.left_layers, out_at - job.left_at)
+                    layers = job.layers_for_nobody(self._passes.clock.layers)
+                    self.counts.left_layers = max(self.counts.left_layers, layers)
 
     def _out(self, job: Job) -> None:
         """Its room is free; what it has computed may be gone on from."""
@@ -283,8 +281,10 @@ class Engine:
             self._recent.keep(generation.seq)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        job.state = "over"
-        self.counts.failed += 1
+        with self._changed:
+            self._open.remove(job)
+            job.state = "over"
+            self.counts.failed += 1
         self._tell(job, Failed(error))
 
     def _tell(self, job: Job, update: Update) -> None:
@@ -333,7 +333,7 @@ class Engine:
         try:
             job.start = self._starts.find(task, self._recent, seq)
             seq, job.start.seq = job.start.seq or self.model.sequence(), None
-            generation = self._generation(job, seq)
+            generation = job.start.generation(task, seq, job.ends, NGram() if self._drafting else None)
         except Exception as e:
             if not isinstance(e, DeltafinError | MemoryError):
                 log.exception("request %d could not begin", job.number)
@@ -348,18 +348,6 @@ class Engine:
             self._jobs[id(generation)] = job
         self._passes.runner.add(generation)
         self._tell(job, Began(len(seq)))
-
-    def _generation(self, job: Job, seq: Sequence) -> Generation:
-        task, mark = job.task, job.start.mark
-        return Generation(
-            seq,
-            task.ids[len(seq) :],
-            max_new=task.max_new,
-            sampling=task.sampling,
-            draft=NGram() if self._drafting else None,
-            ends=job.ends,
-            checkpoint=None if mark is None else Checkpoint(mark.at - len(seq), mark.sink),
-        )
 
     # ---- after a pass
 
@@ -390,20 +378,18 @@ class Engine:
             self._starts.keep(step.generation.seq)
 
     def _finish(self, job: Job, generation: Generation) -> None:
-        assert generation.finish is not None
         try:
-            if job.error is not None:
-                raise job.error
-            job.events += job.answer.finish(generation.chosen, generation.finish)
+            news = job.finish(generation)
         except Exception as e:
             log.exception("the answer to request %d could not be written", job.number)
             self._out(job)
             self._fail(job, e)
             return
-        news = job.news()
         self.pace.saw_answer(len(generation.chosen))
         self._out(job)
-        self.counts.answered += 1
+        with self._changed:
+            self._open.remove(job)
+            self.counts.answered += 1
         self._tell(job, Ended(news.events, news.chosen))
         # After the answer: whoever asked need not wait for the drive.
         self._starts.keep(generation.seq)
@@ -422,10 +408,3 @@ class Engine:
         rows = self.model.most_rows
         assert rows is not None  # torch has no server
         return rows
-
-    def _retry_after_s(self) -> int:
-        """Until a place in the queue is free: about one answer's time, shared by all that are under way."""
-        pass_s = self.pace.of_pass(max(1, len(self._jobs)))
-        if pass_s is None:
-            return 30
-        return max(1, min(3600, round(self.pace.answer_tokens * pass_s / max(1, len(self._jobs)))))

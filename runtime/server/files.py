@@ -6,6 +6,7 @@ the record only.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -13,9 +14,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from deltafin.indexer import discard, disk_error, make_directory, publish, temporary
+from deltafin.runtime.server.errors import ApiError
 from deltafin.runtime.server.records import clear_parts, new_id, read_records, write_record
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 PREFIX = "file-"
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
 MOST_NAME = 255  # characters of a user's name for a file
+MOST_SENT = 8  # files at once: each is open for as long as its client takes to read it
+_RETRY_S = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class FileStore:
     def __init__(self, folder: Path) -> None:
         """Removes what an earlier process has left unfinished. Raises DiskError or NoSpace."""
         self.folder = folder
+        self._sending = threading.Semaphore(MOST_SENT)
         self._lock = threading.Lock()
         self._records: dict[str, FileRecord] = {}  # in the order of their making
         try:
@@ -101,11 +105,18 @@ class FileStore:
             self._records[file_id] = record
         return record
 
-    def open(self, file_id: str) -> BinaryIO:
-        """The bytes; they can be read to the end even if the file is removed meanwhile. Raises DiskError."""
+    def open(self, file_id: str) -> io.FileIO:
+        """The bytes; they can be read to the end even if the file is removed meanwhile.
+
+        Raises DiskError, or ApiError if `MOST_SENT` are open already.
+        """
+        if not self._sending.acquire(blocking=False):
+            why = f"{MOST_SENT} files are being sent already; try again in {_RETRY_S} s"
+            raise ApiError(503, why, code="too_many_downloads", headers={"Retry-After": str(_RETRY_S)})
         try:
-            return open(self.path(file_id), "rb")
+            return _Sent(self.path(file_id), self._sending)
         except OSError as e:
+            self._sending.release()
             raise disk_error(e, self.path(file_id), "cannot read") from None
 
     def remove(self, file_id: str) -> None:
@@ -126,6 +137,22 @@ class FileStore:
         for path in self.folder.iterdir():
             if path.name.startswith(PREFIX) and not path.suffix and not os.path.lexists(self._record_path(path.name)):
                 discard(path)
+
+
+class _Sent(io.FileIO):
+    """A file that gives its place back when it is closed, which happens even if nobody has read from it."""
+
+    _place: threading.Semaphore | None = None
+
+    def __init__(self, path: Path, place: threading.Semaphore) -> None:
+        super().__init__(path, "rb")
+        self._place = place
+
+    def close(self) -> None:
+        super().close()
+        place, self._place = self._place, None
+        if place is not None:
+            place.release()
 
 
 def write_part(part: Path, pieces: Iterator[bytes]) -> None:

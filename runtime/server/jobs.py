@@ -51,7 +51,7 @@ Update = Began | News | Ended | Failed
 Listener = Callable[[Update], None]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Job:
     """Made by `Engine.submit`. Only the engine changes it."""
 
@@ -70,6 +70,10 @@ class Job:
     left_at: int | None = None  # layers that had begun when its client left
     out_at: int | None = None  # and when the passes knew
 
+    def __repr__(self) -> str:
+        """Without what was asked: it may come into a log."""
+        return f"Job({self.number}, {self.state})"
+
     def ends(self, chosen: Chosen) -> bool:
         """For its `Generation`: takes a token that is no stop token."""
         try:
@@ -78,6 +82,19 @@ class Job:
             self.error = e
             return True
         return self.answer.ended
+
+    def finish(self, generation: Generation) -> News:
+        """What its last tokens have added. Raises whatever went wrong while the answer was written."""
+        assert generation.finish is not None
+        if self.error is not None:
+            raise self.error
+        self.events += self.answer.finish(generation.chosen, generation.finish)
+        return self.news()
+
+    def layers_for_nobody(self, now: int) -> int:
+        """Layers that began between the leaving of its client and the end of the work, which is now if not before."""
+        assert self.left_at is not None
+        return (now if self.out_at is None else self.out_at) - self.left_at
 
     @property
     def has_news(self) -> bool:

@@ -11,6 +11,8 @@ from deltafin.runtime.server.jobs import Job
 from deltafin.runtime.server.pace import Pace
 from deltafin.runtime.server.room import Room
 
+_UNKNOWN_S, _LONGEST_S = 30, 3600  # that a client is told to stay away: before anything is known, and at most
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -38,6 +40,15 @@ def place_of(
     if own is None or wait is None or pass_left_s is None:
         return Place(ahead, None)
     return Place(ahead, max(pass_left_s, wait) + own)
+
+
+def retry_after_s(running: int, pace: Pace) -> int:
+    """Until a place in a full queue is free: about one answer's time, shared by all that are under way."""
+    together = max(1, running)
+    pass_s = pace.of_pass(together)
+    if pass_s is None:
+        return _UNKNOWN_S
+    return max(1, min(_LONGEST_S, round(pace.answer_tokens * pass_s / together)))
 
 
 def _running_s(job: Job, pace: Pace, pass_left_s: float | None, most_rows: int) -> float | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltafin.errors import NoMemory
+from deltafin.runtime.draft import Draft
+from deltafin.runtime.generation import Generation
 from deltafin.runtime.model import Model
 from deltafin.runtime.openai import Task
+from deltafin.runtime.sampling import Chosen
 from deltafin.runtime.segment import Checkpoint
 from deltafin.runtime.sequence import Sequence
 from deltafin.runtime.server.recent import Recent
@@ -25,18 +29,39 @@ class Start:
     writer: PrefixWriter | None = None
     keeps_prompt: bool = False  # whether the state after the whole prompt is to be kept, too
 
+    def generation(self, task: Task, seq: Sequence, ends: Callable[[Chosen], bool], draft: Draft | None) -> Generation:
+        """The answer to a task, which goes on from `seq`. Raises BadRequest."""
+        mark = self.mark
+        return Generation(
+            seq,
+            task.ids[len(seq) :],
+            max_new=task.max_new,
+            sampling=task.sampling,
+            draft=draft,
+            ends=ends,
+            checkpoint=None if mark is None else Checkpoint(mark.at - len(seq), mark.sink),
+        )
+
     def settle(self) -> None:
-        """After a pass: a state that is whole is kept."""
+        """After a pass: a state that is whole is kept. Never raises, as `Starts.keep`."""
         if self.writer is not None and self.writer.complete:
-            self.writer.commit()
-            self.writer = None
+            self._let_go(self.writer)
 
     def close(self) -> None:
-        """No more passes; what is not whole goes."""
-        self.settle()
+        """No more passes; what is not whole goes. Never raises."""
         if self.writer is not None:
-            self.writer.abort()
-            self.writer = None
+            self._let_go(self.writer)
+
+    def _let_go(self, writer: PrefixWriter) -> None:
+        self.writer = None
+        try:
+            try:
+                if writer.complete:
+                    writer.commit()
+            finally:
+                writer.abort()  # which does nothing after a commit
+        except Exception:
+            log.exception("the state of a prompt is not kept")
 
 
 class Starts:

@@ -1,4 +1,7 @@
-"""A file on its way in: a form of several parts, whose file goes to the drive piece by piece."""
+"""A file on its way in: a form of several parts, whose file goes to the drive piece by piece.
+
+It is open only while a piece is written: clients that say nothing more must not take the open files of the weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from deltafin.runtime.server.errors import ApiError
 from deltafin.runtime.server.files import MOST_NAME
 
 MOST_FIELDS, MOST_FIELD_NBYTES = 16, 1024  # of a form, besides its file
-_WRITE_NBYTES = 1 << 20  # at once
+_WRITE_NBYTES = 256 << 10  # at once, and as much of each upload is in memory
 
 
 class Upload:
@@ -35,7 +38,7 @@ class Upload:
         self._most_nbytes = most_nbytes
         self._nbytes = 0
         self._buffer = bytearray()
-        self._fd = -1
+        self._made = False  # whether the part is there
         self._ended = False
         self._header = [bytearray(), bytearray()]
         self._headers: dict[bytes, bytes] = {}
@@ -72,18 +75,19 @@ class Upload:
 
     def discard(self) -> None:
         """Whatever has not been published goes."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
         discard(self.part)
 
     def _write(self) -> None:
+        flags = 0 if self._made else os.O_CREAT | os.O_EXCL
         try:
-            if self._fd < 0:
-                self._fd = os.open(self.part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            left = memoryview(bytes(self._buffer))
-            while left:
-                left = left[os.write(self._fd, left) :]
+            fd = os.open(self.part, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
+            try:
+                self._made = True
+                left = memoryview(bytes(self._buffer))
+                while left:
+                    left = left[os.write(fd, left) :]
+            finally:
+                os.close(fd)
         except OSError as e:
             raise disk_error(e, self.part) from None
         self._buffer.clear()

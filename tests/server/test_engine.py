@@ -14,8 +14,9 @@ from deltafin.errors import DiskError, Missing, NetworkError, NoMemory, NotANumb
 from deltafin.runtime import Generation, Sampler
 from deltafin.runtime.openai import CHAT, TEXT, BadBody, read_body, serving_of
 from deltafin.runtime.server import Began, Ended, Failed, Full, News, Stopped
+from deltafin.runtime.states import PrefixWriter
 from deltafin.store import state_files
-from tests.server.engines import GUILTY, Told, alone, size_of
+from tests.server.engines import GUILTY, LONG_S, Told, alone, size_of
 
 SLOW = pytest.mark.slow
 
@@ -475,18 +476,49 @@ def test_the_death_of_the_engine_is_told_to_all(new_engine, monkeypatch):
         asked = [asking.ask(asking.text(ids_of(n, 8), 4)) for n in range(3)]
 
         def fail(*_):
-            raise ZeroDivisionError("a bug of ours")
+            raise ZeroDivisionError("somebody's prompt")
 
         monkeypatch.setattr(engine, "_let_go", fail)
     for told in asked:
         assert isinstance(told.error(), Stopped)
-        assert "a bug of ours" in str(told.error())
+        assert str(told.error()) == "the engine failed; its log says why"
     engine._thread.join(10)
     assert not engine.alive
     assert isinstance(engine.error, ZeroDivisionError)
-    with pytest.raises(Stopped, match="a bug of ours"):
+    with pytest.raises(Stopped, match="its log says why"):
         asking.ask(asking.text(ids_of(1, 4)))
     assert (engine.running, engine.waiting, engine.recent) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("at", ["the beginning", "the end"])
+def test_who_is_between_two_places_when_the_engine_dies_is_told_as_well(new_engine, monkeypatch, at):
+    asking = new_engine(size_of(2))
+    engine = asking.engine
+
+    def fail(*_):
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(*((engine._room, "take") if at == "the beginning" else (engine._recent, "keep")), fail)
+    with asking.held:
+        asked = [asking.ask(asking.text(ids_of(n, 8), 4 + n)) for n in range(3)]
+    for told in asked:
+        assert isinstance(told.error(), Stopped)
+    counts = engine.counts
+    assert counts.submitted == counts.failed == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("a bug of ours")])
+def test_a_state_that_cannot_be_kept_ends_no_answer(new_engine, monkeypatch, error):
+    asking = new_engine(size_of(2), keep_states=1 << 30)
+
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr(PrefixWriter, "commit", fail)
+    asked = [asking.ask(asking.text(ids_of(n, 40), 6)) for n in range(2)]
+    for told in asked:
+        assert isinstance(told.wait(), Ended)
+    assert asking.engine.alive
 
 
 # ---- closing ------------------------------------------------------------------------------------------------
@@ -515,6 +547,34 @@ def test_closing_in_a_pass_ends_it_within_a_layer_and_tells_everybody(new_engine
     asking.engine.close()
     with pytest.raises(Stopped, match="shutting down"):
         asking.ask(asking.text(ids_of(1, 4)))
+
+
+def test_who_leaves_the_queue_while_the_engine_ends_has_left(new_engine, monkeypatch):
+    asking = new_engine(size_of(1))
+    engine, begun, errors = asking.engine, threading.Event(), []
+    asking.ask(asking.text(ids_of(1, 8), 400), lambda update: begun.set())
+    waiting = asking.ask(asking.text(ids_of(2, 8), 4))
+    assert begun.wait(LONG_S)
+    out = engine._out
+
+    def leaving(job) -> None:
+        out(job)
+        try:
+            engine.leave(waiting.job)
+        except Exception as e:
+            errors.append(e)
+
+    monkeypatch.setattr(engine, "_out", leaving)
+    engine.close()
+    assert not errors
+    counts = engine.counts
+    assert counts.submitted == counts.failed + counts.left == 2
+    assert (engine.running, engine.waiting) == (0, 0)
+
+
+def test_a_request_is_named_without_its_prompt(new_engine):
+    asking = new_engine(start=False)
+    assert repr(asking.ask(asking.text([7, 8])).job) == "Job(1, waiting)"
 
 
 def test_closing_while_idle_and_before_the_start(new_engine):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import socket
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-from deltafin.runtime.server.files import FileStore
+from deltafin.errors import DiskError
+from deltafin.runtime.server.errors import ApiError
+from deltafin.runtime.server.files import MOST_SENT, FileStore
 from deltafin.runtime.server.uploads import own_name
 
 
@@ -185,6 +189,54 @@ def test_a_file_that_is_removed_while_it_is_read_comes_whole(file_server, client
     with httpx.stream("GET", f"{file_server.url}/v1/files/{file.id}/content") as answer:
         client.files.delete(file.id)
         assert answer.read() == raw
+
+
+def open_below(folder):
+    """Files of a folder that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [name for name in found if name.startswith(str(folder))]
+
+
+def test_uploads_that_do_not_go_on_hold_no_files_open(file_server, folder):
+    head = f"POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {KIND}\r\nContent-Length: 1048000\r\n\r\n"
+    half = form(FILE)[:-16] + b"x" * 1_047_000  # more than is written at once
+    with ExitStack() as stack:
+        for _ in range(3):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", file_server.port)))
+            client.sendall(head.encode() + half)
+        end = time.monotonic() + 20
+        while len(names(folder)) < 3 or open_below(folder):
+            assert time.monotonic() < end, (names(folder), open_below(folder))
+            time.sleep(0.01)
+    while names(folder):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_more_downloads_than_may_hold_files_open_are_told_to_come_again(tmp_path):
+    store = FileStore(tmp_path / "files")
+    part = store.part()
+    part.write_bytes(b"whole")
+    file = store.add(part, "a", "batch")
+    opened = [store.open(file.id) for _ in range(MOST_SENT)]
+    with pytest.raises(ApiError) as told:
+        store.open(file.id)
+    assert (told.value.status, told.value.code, told.value.headers["Retry-After"]) == (503, "too_many_downloads", "5")
+    opened[0].close()
+    opened[0].close()  # gives one place back, not two
+    opened[0] = store.open(file.id)
+    with pytest.raises(ApiError):
+        store.open(file.id)
+    del opened[1]  # whose client had left before the first byte
+    gc.collect()
+    assert store.open(file.id).read() == b"whole"
+    store.path(file.id).unlink()
+    for _ in range(2 * MOST_SENT):
+        with pytest.raises(DiskError, match="cannot read"):
+            store.open(file.id)
 
 
 def test_what_a_kill_left_is_cleared_at_the_start(tmp_path):
