@@ -272,10 +272,13 @@ def _say_what_is_served(
     settings: Settings,
 ) -> None:
     """What whoever starts it should know, one thing a line."""
+    one = f", {size.most_tokens:,} in one"
+    if size.most_tokens > size.tokens:  # more than is planned for all
+        one = f"; one that is alone may have {size.most_tokens:,}"
     lines = [
         f"serving {serving.name} on {' and '.join(listeners.urls)}",
         "" if model.as_released else f"spine {model.spine_label}",
-        f"up to {size.sequences} answers at once, {size.tokens:,} tokens in all, {size.most_tokens:,} in one",
+        f"up to {size.sequences} answers at once, {size.tokens:,} tokens in all{one}",
         f"files and batches are kept in {folder}",
         missing.describe(),
         "requests need the key" if settings.api_key is not None else "no key is asked for",
@@ -293,3 +296,5 @@ def _log_requests() -> None:
             logger = logging.getLogger(name)
             logger.handlers[:], logger.propagate = [handler], False
             logger.setLevel(logging.WARNING)
+    # It has nothing to say but what is wrong with an upload, which its client is told.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)

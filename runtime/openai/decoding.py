@@ -53,6 +53,7 @@ def read_decoding(fields: Fields, serving: Serving, *, seed: int, top_logprobs: 
     if options is not None:
         include_usage = options.boolean("include_usage") or False
         include_progress = options.boolean("include_progress") or False
+        options.only("include_obfuscation", [False], "nothing is added to hide the lengths of tokens; leave it out")
         options.finish()
     return Decoding(
         sampling=_sampling(fields, serving, seed, top_logprobs),

@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from deltafin import __version__
 from deltafin.errors import DeltafinError
+from deltafin.runtime.server.bodies import Bodies
 from deltafin.runtime.server.errors import ApiError, api_error
 from deltafin.runtime.server.guard import BodyLimits, Heads, Keys
 from deltafin.runtime.server.logs import RequestLog
@@ -30,12 +31,13 @@ _SHOWN_HEADERS = (
 def create_app(services: Services) -> FastAPI:
     """For `services`, whose engine has been started. Opens and closes nothing."""
     settings, meters = services.settings, Meters(services)
+    bodies = Bodies(settings)
     app = FastAPI(title="Deltafin", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.include_router(answer_routes(services, meters))
+    app.include_router(answer_routes(services, meters, bodies))
     if services.batches is not None:
         from deltafin.runtime.server.batch_routes import batch_routes
 
-        app.include_router(batch_routes(services.batches))
+        app.include_router(batch_routes(services.batches, bodies))
     describe(app, with_key=settings.api_key is not None)
     app.add_exception_handler(DeltafinError, _error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -63,7 +65,9 @@ async def _error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Of the framework's own: no such path, or no such method there."""
     assert isinstance(error, HTTPException)
-    told = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method[:20]} is not for this path"}
+    path = request.scope["path"][:100]
+    hint = "" if path.startswith("/v1/") else "; OpenAI's API is below /v1"
+    told = {404: f"there is nothing at {path}{hint}", 405: f"{request.method[:20]} is not for this path"}
     message = told.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers).response()
 

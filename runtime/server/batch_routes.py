@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from deltafin.runtime.openai import ENDPOINTS
 from deltafin.runtime.openai.fields import Fields, one_of
+from deltafin.runtime.server.batch_records import BatchRecord
 from deltafin.runtime.server.batch_schema import (
     MOST_KEY,
     MOST_PAIRS,
@@ -27,7 +28,7 @@ from deltafin.runtime.server.batch_schema import (
     upload_body,
 )
 from deltafin.runtime.server.batches import BatchService
-from deltafin.runtime.server.bodies import read_json
+from deltafin.runtime.server.bodies import Bodies
 from deltafin.runtime.server.errors import ApiError
 from deltafin.runtime.server.files import INPUT, FileRecord
 from deltafin.runtime.server.schema import errors, shown
@@ -49,7 +50,7 @@ class _Listed(Protocol):
 _L = TypeVar("_L", bound=_Listed)
 
 
-def batch_routes(service: BatchService) -> APIRouter:
+def batch_routes(service: BatchService, bodies: Bodies) -> APIRouter:
     """What touches the drive is done in threads: an answer that streams meanwhile goes on."""
     router = APIRouter()
     file, batch = shown(file_schema(), "The file"), shown(batch_schema(), "The batch as it is now")
@@ -90,18 +91,7 @@ def batch_routes(service: BatchService) -> APIRouter:
 
     @router.post("/v1/batches", responses=batch | errors(400, 404, 408, 413, 415, 429, 503), openapi_extra=batch_body())
     async def create_batch(request: Request) -> Response:
-        fields = Fields(await read_json(request))
-        endpoint_name, file_id = fields.choice("endpoint", ENDPOINTS), fields.text("input_file_id")
-        if file_id is None:
-            raise ApiError(400, "input_file_id is missing; upload a file first", param="input_file_id")
-        endpoint = next((e for e in ENDPOINTS if e == endpoint_name), None)
-        if endpoint is None:
-            raise ApiError(400, f"endpoint is missing; expected {one_of(ENDPOINTS)}", param="endpoint")
-        if fields.choice("completion_window", ("24h",)) is None:
-            raise ApiError(400, 'completion_window is missing; expected "24h"', param="completion_window")
-        metadata = read_metadata(fields)
-        fields.finish()
-        return JSONResponse((await asyncio.to_thread(service.create, file_id, endpoint, metadata)).as_json())
+        return JSONResponse((await bodies.read(request, lambda body: _create(body, service))).as_json())
 
     @router.get("/v1/batches", responses=shown(list_schema(batch_schema()), "Batches") | errors(400, 404))
     def list_batches(after: str | None = None, limit: Annotated[int, Query(ge=1, le=MOST_BATCHES)] = 20) -> Response:
@@ -122,6 +112,22 @@ def batch_routes(service: BatchService) -> APIRouter:
         return JSONResponse(record.as_json())
 
     return router
+
+
+def _create(body: object, service: BatchService) -> BatchRecord:
+    """What a body asks for."""
+    fields = Fields(body)
+    endpoint_name, file_id = fields.choice("endpoint", ENDPOINTS), fields.text("input_file_id")
+    if file_id is None:
+        raise ApiError(400, "input_file_id is missing; upload a file first", param="input_file_id")
+    endpoint = next((e for e in ENDPOINTS if e == endpoint_name), None)
+    if endpoint is None:
+        raise ApiError(400, f"endpoint is missing; expected {one_of(ENDPOINTS)}", param="endpoint")
+    if fields.choice("completion_window", ("24h",)) is None:
+        raise ApiError(400, 'completion_window is missing; expected "24h"', param="completion_window")
+    metadata = read_metadata(fields)
+    fields.finish()
+    return service.create(file_id, endpoint, metadata)
 
 
 def read_metadata(fields: Fields) -> dict[str, str] | None:

@@ -22,18 +22,14 @@ OPEN = "/health"  # needs no key
 MOST_HEAD_NBYTES = 64 << 10  # of a request's line and headers
 _TRUSTED = "deltafin.trusted"  # of a scope
 _MULTIPART_NBYTES = 64 << 10  # around an uploaded file
-_BODY = "deltafin.body"  # of a scope
-LARGE_NBYTES = 256 << 10  # of a body; up to that there may be one for every connection
-MOST_LARGE = 4  # bodies at once that are larger
-_RETRY_S = 5
 _LINGER_S = 1.0
 
 
 class Heads:
-    """Refuses a head that is too large, and keeps web pages out, which a browser lets send requests to this machine.
+    """Refuses a head that is too large or can be read in two ways, and keeps web pages out.
 
-    A page is told by its Origin, and one whose name was made to point here by the Host that it asked for. With a key
-    any Host will do: no page knows it.
+    A browser lets them send requests to this machine. A page is told by its Origin, and one whose name was made to
+    point here by the Host that it asked for. With a key any Host will do: no page knows it.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -42,7 +38,7 @@ class Heads:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] == "http"
-            and (refusal := _too_large(scope) or self._refusal(Headers(scope=scope))) is not None
+            and (refusal := _too_large(scope) or _ambiguous(scope) or self._refusal(Headers(scope=scope))) is not None
         ):
             await refusal.response()(scope, receive, send)
             return
@@ -84,35 +80,26 @@ class Keys:
 
 
 class BodyLimits:
-    """Refuses a body that is too large, before it is read if it says so, and does not wait for one that stays away.
-
-    Of large ones few are read at once, and others wait unread: clients are not to take the memory of the model.
-    """
+    """Refuses a body that is too large, before it is read if it says so, and does not wait for one that stays away."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
-        self._places = asyncio.Semaphore(MOST_LARGE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_file = _is_file(scope["path"])
-        most = self._settings.most_file_nbytes + _MULTIPART_NBYTES if is_file else self._settings.most_body_nbytes
-        body = _Body(receive, most, self._settings.body_timeout_s)
-        declared = _declared(scope)
-        if declared is not None and declared > body.most:
+        body = _Body(receive, self._most(scope["path"]), self._settings.body_timeout_s)
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared) > body.most:
             await body.too_large().response()(scope, receive, body.lingering(send))
             return
-        scope[_BODY] = body
-        # A file goes to the drive as it comes.
-        if not is_file and (declared is None or declared > LARGE_NBYTES) and not await body.found_place(self._places):
-            await body.too_many().response()(scope, receive, body.lingering(send))
-            return
-        try:
-            await self._app(scope, body.receive, body.lingering(send))
-        finally:
-            body.forget()
+        await self._app(scope, body.receive, body.lingering(send))
+
+    def _most(self, path: str) -> int:
+        if path.rstrip("/") == "/v1/files":
+            return self._settings.most_file_nbytes + _MULTIPART_NBYTES
+        return self._settings.most_body_nbytes
 
 
 class _Body:
@@ -120,7 +107,6 @@ class _Body:
 
     def __init__(self, receive: Receive, most: int, timeout_s: float) -> None:
         self._receive, self.most, self._timeout_s = receive, most, timeout_s
-        self._place: asyncio.Semaphore | None = None  # among the large ones, until `forget`
         self._nbytes = 0
         self._over = False
         self._rest = False  # whether more may come that nobody will read
@@ -140,35 +126,6 @@ class _Body:
         if self._nbytes > self.most:
             raise self.too_large()
         return message
-
-    @property
-    def is_large(self) -> bool:
-        return self._nbytes > LARGE_NBYTES
-
-    async def found_place(self, places: asyncio.Semaphore) -> bool:
-        """Waits for one of `places`, as long as for a body; whether there was one."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await places.acquire()
-        except TimeoutError:
-            return False
-        self._place = places
-        return True
-
-    def forget(self) -> None:
-        """What it said is in memory no more."""
-        place, self._place = self._place, None
-        if place is not None:
-            place.release()
-
-    def too_many(self) -> ApiError:
-        self._rest = True
-        return ApiError(
-            503,
-            f"too many large bodies are on their way; try again in {_RETRY_S} s",
-            code="too_many_bodies",
-            headers={"Retry-After": str(_RETRY_S), "Connection": "close"},
-        )
 
     def too_large(self) -> ApiError:
         self._rest = not self._over
@@ -211,19 +168,6 @@ def is_trusted(scope: Scope) -> bool:
     return bool(scope.get(_TRUSTED))
 
 
-def has_large_body(scope: Scope) -> bool:
-    """Whether what was read of a request takes long to work on, and a lot of memory."""
-    body = scope.get(_BODY)
-    return isinstance(body, _Body) and body.is_large
-
-
-def forget_body(scope: Scope) -> None:
-    """The body of a request is in memory no more, though its answer is still to come."""
-    body = scope.get(_BODY)
-    if isinstance(body, _Body):
-        body.forget()
-
-
 def is_loopback(host: str) -> bool:
     """Whether a Host header names this machine as only this machine can."""
     name = _name(host)
@@ -235,17 +179,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _declared(scope: Scope) -> int | None:
-    """How many bytes the head of a request says that its body has; None if it has one and does not say."""
-    headers = Headers(scope=scope)
-    length = headers.get("content-length", "0")
-    return None if "transfer-encoding" in headers or not length.isdecimal() else int(length)
-
-
-def _is_file(path: str) -> bool:
-    return path.rstrip("/") == "/v1/files"
-
-
 def _too_large(scope: Scope) -> ApiError | None:
     nbytes = (
         len(scope.get("raw_path") or b"")
@@ -255,6 +188,16 @@ def _too_large(scope: Scope) -> ApiError | None:
     if nbytes <= MOST_HEAD_NBYTES:
         return None
     return ApiError(431, f"the headers are larger than the {MOST_HEAD_NBYTES} bytes that this server takes")
+
+
+def _ambiguous(scope: Scope) -> ApiError | None:
+    """Where a body with two lengths ends, a proxy on the way may see in another place, and what follows as its own."""
+    headers = Headers(scope=scope)
+    if "transfer-encoding" not in headers or "content-length" not in headers:
+        return None
+    return ApiError(
+        400, "Content-Length and Transfer-Encoding are both given; send one of them", headers={"Connection": "close"}
+    )
 
 
 def _name(host: str) -> str:

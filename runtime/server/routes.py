@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from deltafin.runtime.openai import CHAT, TEXT, Endpoint, Task, read_body
-from deltafin.runtime.server.bodies import read_json
+from deltafin.runtime.server.bodies import Bodies
 from deltafin.runtime.server.errors import ApiError
-from deltafin.runtime.server.guard import forget_body, has_large_body, is_trusted
+from deltafin.runtime.server.guard import is_trusted
 from deltafin.runtime.server.health import health_of
 from deltafin.runtime.server.metrics import CONTENT_TYPE, Meters
 from deltafin.runtime.server.replies import StreamedReply, WholeReply
@@ -23,18 +22,26 @@ from deltafin.runtime.server.services import Services
 _SEED_BITS = 53  # so that every client reads back the number that it was sent
 
 
-def answer_routes(services: Services, meters: Meters) -> APIRouter:
-    router, turns = APIRouter(), asyncio.Semaphore(1)
+def answer_routes(services: Services, meters: Meters, bodies: Bodies) -> APIRouter:
+    router = APIRouter()
     since = int(time.time())
+
+    def understood(endpoint: Endpoint) -> Callable[[object], Task]:
+        def read(body: object) -> Task:
+            _check_model(body, services)
+            return read_body(endpoint, body, services.serving, seed=secrets.randbits(_SEED_BITS))
+
+        return read
 
     @router.post(CHAT, responses=answers(CHAT), openapi_extra=body_of(CHAT, services))
     async def create_chat_completion(request: Request) -> Response:
-        return await _answer(CHAT, request, services, meters, turns)
+        return _answer(await bodies.read(request, understood(CHAT)), services, meters)
 
     @router.post(TEXT, responses=answers(TEXT), openapi_extra=body_of(TEXT, services))
     async def create_completion(request: Request) -> Response:
-        return await _answer(TEXT, request, services, meters, turns)
+        return _answer(await bodies.read(request, understood(TEXT)), services, meters)
 
+    @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses=shown(models_schema(), "The model, which is one"))
     async def list_models() -> Response:
         return JSONResponse({"object": "list", "data": [_model(services.serving.name, since)]})
@@ -45,6 +52,7 @@ def answer_routes(services: Services, meters: Meters) -> APIRouter:
             raise _unknown(model, services)
         return JSONResponse(_model(services.serving.name, since))
 
+    @router.head("/health", include_in_schema=False)  # what watches servers often asks so
     @router.get("/health", responses=shown(health_schema(), "Whether answers can be expected; 503 if not"))
     async def health(request: Request) -> Response:
         status, told = health_of(services)
@@ -57,18 +65,7 @@ def answer_routes(services: Services, meters: Meters) -> APIRouter:
     return router
 
 
-async def _answer(
-    endpoint: Endpoint, request: Request, services: Services, meters: Meters, turns: asyncio.Semaphore
-) -> Response:
-    body = await read_json(request)
-    _check_model(body, services)
-    # Long prompts take seconds to tokenize, in which other connections are not to be silent, and some fifteen times
-    # their size of memory: one at a time.
-    async with turns if has_large_body(request.scope) else nullcontext():
-        task: Task = await asyncio.to_thread(
-            read_body, endpoint, body, services.serving, seed=secrets.randbits(_SEED_BITS)
-        )
-    forget_body(request.scope)
+def _answer(task: Task, services: Services, meters: Meters) -> Response:
     return (StreamedReply if task.stream else WholeReply)(services, meters, task)
 
 

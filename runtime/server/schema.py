@@ -163,7 +163,11 @@ def _decoding_fields(serving: Serving) -> dict[str, Schema]:
         "stream": _or_null("boolean"),
         "stream_options": {
             **_or_null("object"),
-            "properties": {"include_usage": _or_null("boolean"), "include_progress": _or_null("boolean")},
+            "properties": {
+                "include_usage": _or_null("boolean"),
+                "include_progress": _or_null("boolean"),
+                "include_obfuscation": _one_of(False),
+            },
             "additionalProperties": False,
         },
         "n": _one_of(1),

@@ -111,6 +111,8 @@ def test_it_says_what_may_be_expected_asks_for_the_key_and_tells_whoever_waits_w
         assert answer.status_code == 200
         assert capital["text"].startswith(answer.json()["choices"][0]["text"])
         assert answer.json()["model"] == "my model"
+    form = {**served.headers, "Content-Type": "multipart/form-data; boundary=x"}
+    assert httpx.post(f"{served.url}/v1/files", content=b"no form", headers=form).status_code == 400
     with _long_stream(served, max_tokens=400) as lines:
         while '"text"' not in next(lines):
             pass
@@ -123,6 +125,7 @@ def test_it_says_what_may_be_expected_asks_for_the_key_and_tells_whoever_waits_w
     served.thread.join()
     assert served.err.endswith("\ndf-serve: interrupted; what was finished is kept\n") and "Traceback" not in served.err
     assert len([line for line in served.lines if "POST /v1/completions 200" in line]) == 3
+    assert all(line.startswith("df-serve: ") for line in served.lines if line != "\n"), "no library speaks for itself"
     for secret in (key, "wr0ng", "capital", "fox", "Paris"):
         assert secret not in served.err, "requests are logged; prompts, answers and keys are not"
 

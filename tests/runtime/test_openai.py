@@ -92,7 +92,7 @@ def test_everything_about_choosing_arrives(chat):
     task = chat(
         temperature=1, top_p=0.5, top_k=3, min_p=0.1, seed=-1, logit_bias={"5": -100, "6": 2.5}, logprobs=True,
         top_logprobs=20, max_tokens=7, max_completion_tokens=7, stop=["a", "b", "a"], return_token_ids=True,
-        stream=True, stream_options={"include_usage": True},
+        stream=True, stream_options={"include_usage": True, "include_obfuscation": False},
     )  # fmt: skip
     sampling = task.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0.5, 3, 0.1)

@@ -136,8 +136,16 @@ def test_unknown_paths_and_methods(server):
     refused = HTTP.get(f"{server.url}/v1/chat/completions")
     assert "GET" in error_of(refused, 405) and refused.headers["allow"] == "POST"
     error_of(HTTP.get(f"{server.url}/v1/models/"), 404, *error_names(HTTP.get(f"{server.url}/v1/models/")))
+    assert "below /v1" in error_of(HTTP.post(f"{server.url}/chat/completions", json=chat(server)), 404)
     for path in ("/docs", "/redoc", "/../../etc/passwd", "/v1/models/%2e%2e%2f%00"):
         assert HTTP.get(f"{server.url}{path}").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_what_watches_servers_may_ask_for_heads_only(server, path):
+    response = HTTP.head(f"{server.url}{path}")
+    assert response.status_code == 200 and response.content == b""
+    assert response.headers["content-type"] == "application/json"
 
 
 def error_names(response):

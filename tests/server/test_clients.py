@@ -127,7 +127,7 @@ def test_a_stream_brings_the_same_piece_by_piece(client, ask, cases):
     assert found["content"] == "The capital of Portugal is Lisbon."
     assert found["reasoning"] == "Portugal: the capital is Lisbon."
     assert found["ids"] == case["ids"]
-    assert found["pieces"] > 3
+    assert found["pieces"] > 1  # tokens of one beat come together
     assert found["finish"] == "stop"
     usage_is_right(found["usage"], case)
 
