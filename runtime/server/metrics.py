@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -89,6 +90,11 @@ class _Readings(Collector):
         for source in SOURCES:
             read.add_metric([source], stored[f"{source}_nbytes"])
         yield read
+        if self._services.batches is not None:
+            batches = GaugeMetricFamily("deltafin_batches", "Batches by status", labels=["status"])
+            for status, count in Counts(record.status for record in self._services.batches.all()).items():
+                batches.add_metric([status], count)
+            yield batches
         yield _gauge("up", "Whether the engine can be expected to answer", status_of(engine) == "ok")
         yield _gauge("running", "Answers of requests under way", engine.running)
         yield _gauge("waiting", "Requests in the queue", engine.waiting)

@@ -59,7 +59,7 @@ def answer_routes(services: Services, meters: Meters, bodies: Bodies) -> APIRout
         return JSONResponse(told if is_trusted(request.scope) else {"status": told["status"]}, status)
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    def metrics() -> Response:  # in a thread: batches are asked, which may be waiting for the drive
         return Response(meters.text(), media_type=CONTENT_TYPE)
 
     return router

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 
 import httpx
@@ -124,3 +126,22 @@ def test_labels_come_from_the_routes_and_not_from_clients(server):
     assert found["deltafin_http_requests_total", "/v1/models/{model}", "404", "GET"] >= 1
     assert found["deltafin_http_requests_total", "(none)", "404", "GET"] >= 1
     assert not any("made" in label or label == "BREW" for key in found for label in key)
+
+
+def test_batches_are_counted_by_status(file_server):
+    body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "The", "max_tokens": 1}}
+    upload = {"file": ("in.jsonl", json.dumps(body).encode())}
+    file = httpx.post(f"{file_server.url}/v1/files", files=upload, data={"purpose": "batch"}).json()
+    wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+
+    def completed():
+        text = httpx.get(f"{file_server.url}/metrics").text
+        found = re.search(r'^deltafin_batches\{status="completed"\} (\S+)$', text, re.MULTILINE)
+        return 0.0 if found is None else float(found[1])
+
+    before = completed()
+    httpx.post(f"{file_server.url}/v1/batches", json=wanted).raise_for_status()
+    until = time.monotonic() + 20
+    while completed() == before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert completed() == before + 1
