@@ -33,6 +33,7 @@ from deltafin.runtime.states import PrefixStats
 
 log = logging.getLogger(__name__)
 
+MOST_WAITING_TOKENS = 1 << 22  # of prompts in the queue, but for a single one: each takes some 36 bytes of memory
 STUCK_S = 1.0  # until company that had no room is asked again
 
 
@@ -97,7 +98,7 @@ class Engine:
         with self._changed:
             if self.error is not None or self._stopping:
                 raise self._stopped()
-            if len(self._waiting) >= self.most_waiting:
+            if self._is_full(task):
                 self.counts.refused += 1
                 raise Full(len(self._waiting), retry_after_s(len(self._jobs), self.pace))
             self._number += 1
@@ -107,6 +108,10 @@ class Engine:
             self._waiting.append(job)
             self._wake()
         return job
+
+    def _is_full(self, task: Task) -> bool:
+        tokens = sum(len(job.task.ids) for job in self._waiting)
+        return len(self._waiting) >= self.most_waiting or 0 < tokens > MOST_WAITING_TOKENS - len(task.ids)
 
     def leave(self, job: Job) -> None:
         """Nobody waits for it any more: it leaves the queue now, or the passes at the next layer. Tells nobody."""

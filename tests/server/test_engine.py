@@ -14,6 +14,7 @@ from deltafin.errors import DiskError, Missing, NetworkError, NoMemory, NotANumb
 from deltafin.runtime import Generation, Sampler
 from deltafin.runtime.openai import CHAT, TEXT, BadBody, read_body, serving_of
 from deltafin.runtime.server import Began, Ended, Failed, Full, News, Stopped
+from deltafin.runtime.server import engine as engine_module
 from deltafin.runtime.states import PrefixWriter
 from deltafin.store import state_files
 from tests.server.engines import GUILTY, LONG_S, Told, alone, size_of
@@ -241,6 +242,21 @@ def test_a_full_queue_says_when_to_come_again_and_the_rest_are_served_in_order(n
         assert isinstance(told.wait(), Ended)
     assert began == sorted(began)
     stays_sound(asking)
+
+
+def test_a_queue_is_full_with_long_prompts_too_but_takes_a_single_one_of_any_length(new_engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "MOST_WAITING_TOKENS", 20)
+    asking = new_engine(size_of(1), most_waiting=9)
+    with asking.held:
+        first = asking.ask(asking.text(ids_of(1, 30), 2))
+        with pytest.raises(Full):
+            asking.ask(asking.text(ids_of(2, 1), 2))
+    assert isinstance(first.wait(), Ended)
+    with asking.held:
+        asked = [asking.ask(asking.text(ids_of(n, 10), 2)) for n in range(2)]
+        with pytest.raises(Full):
+            asking.ask(asking.text(ids_of(3, 1), 2))
+    assert all(isinstance(told.wait(), Ended) for told in asked)
 
 
 def note(began, update, number) -> None:
