@@ -100,6 +100,8 @@ def _tools(fields: Fields) -> tuple[JsonObject, ...]:
             raise tool.wrong("function", "an object that declares it")
         if not function.text("name"):
             raise function.wrong("name", "the name of a function")
+        function.text("description")
+        function.inner("parameters")
         _only_unconstrained(function)
     return tools_of(fields.value("tools"))
 

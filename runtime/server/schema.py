@@ -238,8 +238,8 @@ def _tool() -> Schema:
         "required": ["name"],
         "properties": {
             "name": {"type": "string", "minLength": 1},
-            "description": {"type": "string"},
-            "parameters": {"type": "object"},
+            "description": _or_null("string"),
+            "parameters": _or_null("object"),
             "strict": _one_of(False),
         },
     }

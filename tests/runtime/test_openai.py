@@ -165,6 +165,11 @@ def test_what_cannot_be_done_is_refused_by_its_name(chat, text, field, value):
     assert refusal(text, **{field: value}, **more) == field
 
 
+def tool_with(**fields):
+    """A body's tools: one function, with these fields besides its name."""
+    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -192,6 +197,8 @@ def test_what_cannot_be_done_is_refused_by_its_name(chat, text, field, value):
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        (tool_with(parameters=3), "tools[0].function.parameters"),
+        (tool_with(description=0), "tools[0].function.description"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
